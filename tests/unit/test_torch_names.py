@@ -149,6 +149,14 @@ def test_start_kernel_compilers(monkeypatch):
     assert "warm_pool" in started
 
 
+def test_splits_products():
+    from torch._inductor import config
+
+    assert not _torch.splits_products()
+    with config.patch(_micro_pipeline_tp=True):
+        assert _torch.splits_products()
+
+
 def test_is_compiled_module():
     module = nn.Linear(2, 2)
     assert not _torch.is_compiled_module(module)

@@ -115,8 +115,13 @@ class OtherRanks:
     # --- recordings -------------------------------------------------------------------
 
     def answer(self, recording: Recording) -> None:
-        """Leave the recording for the one who asks."""
-        _write(self._recording_of(recording.rank), recording)
+        """Leave the recording for the one who asks.
+
+        Not one that ends where objects were asked for: that would take the place of the
+        whole one, which another process may have left meanwhile.
+        """
+        if not (self._question and self._question.objects):
+            _write(self._recording_of(recording.rank), recording)
 
     def few_stages(self, recording: Recording) -> tuple[list[Recording], list[int]]:
         """Recordings of some ranks of a pipeline, this one first; and all its ranks.
@@ -153,7 +158,7 @@ class OtherRanks:
 
     def _recordings(self, ranks: Collection[int]) -> list[Recording]:
         """Of each rank, in order: rehearsed now where it was not before."""
-        # A rank that was asked for objects has left a recording that ends there.
+        # A rank that was asked for objects alone has left no recording.
         missing = sorted(set(ranks) - self._rehearsed)
         # A candidate of a search is one of several processes already.
         at_once = 1 if multiprocessing.parent_process() else os.cpu_count()

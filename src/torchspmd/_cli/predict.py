@@ -118,34 +118,57 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
             "last one is taken to be steady."
         )
     account = count_memory(recording, gpu, settings)
-    timed = (
-        predict_time(recording, gpu, network)
+    timed, met = (
+        (predict_time(recording, gpu, network), [])
         if slower
         else _time(recording, others, gpu, network)
     )
+    accounts = {each.rank: count_memory(each, gpu, settings) for each in met}
+    worst = min((account, *accounts.values()), key=lambda each: each.margin)
     if not options.network and timed.crosses_nodes:
         recording.notes.append(
             f"No --network was given: {network.title} is taken to be between the nodes."
         )
-    faster = [] if options.brief else suggest_faster(timed)
+    faster = [] if options.brief else suggest_faster(timed, room=account.margin)
     smaller = [] if options.brief else suggest(account)
-    _report(account, timed, smaller, faster)
+    _report(account, worst, timed, smaller, faster)
     if options.json or options.html or options.perfetto:
         data = _as_json(options, account, timed, smaller, faster)
         data["ledger"] = ledger_to_dict(mode.ledger)
+        data["fits"] = worst.fits.value
+        if worst is not account:
+            data["notes"].insert(0, _of_another(worst))
+        data["stages"] = _stages(timed, {recording.rank: account, **accounts})
         _write(options, data)
-    return 1 if account.fits is Fits.NO else 0
+    return 1 if worst.fits is Fits.NO else 0
+
+
+def _stages(
+    timed: TimePrediction, accounts: dict[int, MemoryAccount]
+) -> dict[str, Any]:
+    """Of a pipeline, what tells its stages apart; memory of those that were rehearsed."""
+    told: dict[str, Any] = {}
+    for stage in timed.stages:
+        account = accounts.get(stage.rank)
+        told[str(stage.rank)] = {
+            "compute_seconds": stage.compute_seconds,
+            "model_flops": stage.flops,
+            "fits": account and account.fits.value,
+            "memory": account and {**account.as_json(), "holders": []},
+        }
+    return told
 
 
 def _time(
     recording: Recording, others: OtherRanks, gpu: Hardware, network: Hardware
-) -> TimePrediction:
-    """With the ranks that it waits for: few of a long pipeline, where that is enough."""
+) -> tuple[TimePrediction, list[Recording]]:
+    """With the ranks that it waits for; and those: few of a long pipeline, if it can be."""
     some, ranks = others.few_stages(recording)
     if ranks:
         with contextlib.suppress(StagesDifferError):
-            return predict_time(some, gpu, network, ranks=ranks)
-    return predict_time(others.stages(recording), gpu, network)
+            return predict_time(some, gpu, network, ranks=ranks), some[1:]
+    every = others.stages(recording)
+    return predict_time(every, gpu, network), every[1:]
 
 
 @contextlib.contextmanager
@@ -233,12 +256,16 @@ def _hint(left: list[object], world: World) -> str:
 
 def _report(
     account: MemoryAccount,
+    worst: MemoryAccount,
     timed: TimePrediction,
     smaller: list[Suggestion],
     faster: list[Gain],
 ) -> None:
     recording = account.recording
     parts = [describe_memory(account, smaller), describe_time(timed, faster)]
+    if worst is not account:
+        what = f"What follows is of rank {recording.rank}."
+        parts[0] = f"{_of_another(worst)} {what}\n{parts[0]}"
     if not recording.steps:
         parts.insert(0, "The script made no optimizer step: no training is counted.")
     print("", *map(wrap, parts), sep="\n\n")
@@ -246,6 +273,17 @@ def _report(
     for title, texts in (("Notes", notes), ("Skipped", recording.skipped)):
         if texts:
             print(f"{title}:", *(wrap(f"  {text}") for text in texts), sep="\n")
+
+
+def _of_another(worst: MemoryAccount) -> str:
+    """Which stage of the pipeline needs more than the one that is told of."""
+    rank = worst.recording.rank
+    words = {Fits.NO: "DOES NOT FIT", Fits.AT_RISK: "is AT RISK", Fits.YES: "fits"}
+    return (
+        f"Rank {rank}, another stage of the pipeline, needs the most memory: "
+        f"{size_text(worst.device_peak)} of {size_text(worst.gpu.nbytes('total'))}, and "
+        f"{words[worst.fits]}. --rank {rank} tells what holds it."
+    )
 
 
 def _as_json(

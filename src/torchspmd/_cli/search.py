@@ -25,7 +25,13 @@ from torchspmd.predict.hardware import hardware_text, load_gpu, load_network
 from torchspmd.predict.ranking import Outcome, SearchResult, describe_search
 from torchspmd.predict.repeated import FEW, Repeated
 from torchspmd.predict.search import best_rate, explore, run_candidates, work_of
-from torchspmd.predict.space import Candidate, Expression, Space, read_space
+from torchspmd.predict.space import (
+    Candidate,
+    Expression,
+    Space,
+    argument_name,
+    read_space,
+)
 from torchspmd.report import write_page
 from torchspmd.report.results import PREDICTION
 
@@ -42,6 +48,7 @@ _KEYS = (
     "optimizer_seconds",
     "step_error",
     "power",
+    "stages",
     "model_flops",
     "mfu",
     "notes",
@@ -69,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
     """Search and print the table; 1 when nothing fits."""
     _check_cache(options)
     repeat, _, counts = (options.repeat or "").partition("=")
-    repeat = repeat.replace("-", "_")
     space = read_space(options.arguments, also=repeat)
+    repeat = argument_name(repeat)
     where = Expression(options.where, "--where") if options.where else None
     work = Expression(options.work, "--work") if options.work else None
     known = {**space.fixed, "world_size": options.world_size}

@@ -73,6 +73,7 @@ from torchspmd._torch.compilation import load_compiler as load_compiler
 from torchspmd._torch.compilation import number_hint as number_hint
 from torchspmd._torch.compilation import on_graph_replay as on_graph_replay
 from torchspmd._torch.compilation import size_hint as size_hint
+from torchspmd._torch.compilation import splits_products as splits_products
 from torchspmd._torch.compilation import (
     start_kernel_compilers as start_kernel_compilers,
 )

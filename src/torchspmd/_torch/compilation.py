@@ -1,6 +1,7 @@
 """torch.compile and CUDA graphs: what runs without calling operators."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +60,15 @@ def keep_from_compiler(function: Callable[..., Any]) -> None:
 def is_compiled_module(module: torch.nn.Module) -> bool:
     """Whether calling a module runs code made by torch.compile."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def splits_products() -> bool:
+    """Whether compiled code splits products, to run them beside their collectives.
+
+    That is asynchronous tensor parallelism; a script sets it in Inductor's configuration.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    return bool(getattr(config, "_micro_pipeline_tp", False))
 
 
 def size_hint(size: int | torch.SymInt) -> int:

@@ -218,7 +218,7 @@ class FakeDeviceMode(FakeTensorMode):
         elif (
             not self._inside  # what a shape function makes is as empty as its result
             and not any(issubclass(kind, FakeTensor) for kind in types)
-            and (types or not _is_large_factory(args, kwargs))
+            and (types or not _makes_much(func, args, kwargs))
         ):
             return func(*args, **kwargs)  # all on the host, and real
         if self._inside:
@@ -375,13 +375,30 @@ def _has_subclass(types: Sequence[Any]) -> bool:
     )
 
 
-def _is_large_factory(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _makes_much(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator that takes no fake tensor makes one that should hold no memory.
+
+    A large one, or one like a tensor of the meta device: parameters that ``to_empty``
+    leaves on the host hold no values yet, and a whole model of them no memory here.
+    """
     if kwargs.get("device") == torch.device("meta"):  # has no memory by itself
         return False
     size = args[0] if args else kwargs.get("size")
+    dtype = kwargs.get("dtype")
+    if isinstance(size, torch.Tensor):
+        name = func.name()
+        if name.endswith("_like"):
+            like, size = size, size.shape
+        elif name.startswith("aten::new_") and len(args) > 1:
+            like, size = size, args[1]
+        else:
+            return False
+        if like.is_meta:
+            return kwargs.get("device") is not None
+        dtype = dtype or like.dtype
     if not isinstance(size, list | tuple) or not all(isinstance(n, int) for n in size):
         return False
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    dtype = dtype or torch.get_default_dtype()
     return bool(math.prod(size) * dtype.itemsize > _REAL_BYTES)
 
 

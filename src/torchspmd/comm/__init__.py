@@ -8,8 +8,10 @@ from torchspmd.comm.event import CommEvent as CommEvent
 from torchspmd.comm.event import Group as Group
 from torchspmd.comm.event import Owner as Owner
 from torchspmd.comm.event import Phase as Phase
+from torchspmd.comm.event import group_label as group_label
 from torchspmd.comm.event import is_check as is_check
 from torchspmd.comm.event import marked_as_check as marked_as_check
+from torchspmd.comm.event import of_axis as of_axis
 from torchspmd.comm.kinds import Kind as Kind
 from torchspmd.comm.kinds import Operator as Operator
 from torchspmd.comm.kinds import find_operator as find_operator

@@ -69,7 +69,26 @@ class Group:
     def _describe(self) -> str:
         if self.axis is not None:
             return self.axis
-        return f"ranks {_ranges(self.ranks)}" if self.ranks else f"group {self.name}"
+        return group_label(self.name, self.ranks)
+
+
+def group_label(name: str, ranks: tuple[int, ...]) -> str:
+    """What tables call a group that no mesh owns.
+
+    >>> group_label("12", (0, 8, 16)), group_label("12", ())
+    ('ranks 0-16 step 8', 'group 12')
+    """
+    return f"ranks {_ranges(ranks)}" if ranks else f"group {name}"
+
+
+def of_axis(label: str) -> str:
+    """A label in a sentence.
+
+    >>> of_axis("tp"), of_axis("ranks 0-7")
+    ('of axis tp', 'of ranks 0-7')
+    """
+    is_group = label.startswith(("ranks ", "group "))
+    return f"of {label}" if is_group else f"of axis {label}"
 
 
 class CommEvent(NamedTuple):

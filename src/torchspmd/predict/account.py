@@ -27,7 +27,7 @@ class Exposed:
     """Waits for communications of one axis, kind and module.
 
     Attributes:
-        axis: Of the mesh; the group's name where no mesh owns it.
+        axis: Of the mesh; the ranks of the group where no mesh owns it.
         kind: As in ``all_gather``.
         module: That communicates.
         seconds: That computation waits.
@@ -167,7 +167,7 @@ def _add(
     if part is not Part.EXPOSED or not isinstance(event, Comm):
         return
     module = event.site.module
-    key = (event.axis or event.group, event.kind, module)
+    key = (event.label, event.kind, module)
     entry = found.setdefault(key, Exposed(*key))
     entry.seconds += seconds
     entry.nbytes += event.payload_bytes

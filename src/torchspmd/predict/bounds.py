@@ -15,7 +15,7 @@ from torchspmd.predict.prediction import counts_for_model
 from torchspmd.predict.program import price_step
 from torchspmd.predict.time_text import seconds_text
 from torchspmd.predict.timeline import Kind
-from torchspmd.rehearse.recording import Event, Op, Phase, Recording
+from torchspmd.rehearse.recording import Comm, Event, Op, Phase, Recording
 
 __all__ = ["Bounds"]
 
@@ -44,6 +44,10 @@ class Bounds:
         """Why it cannot be the best; "" where it can."""
         if not self.flops_rate and not self.seconds:
             return ""
+        if not self.seconds and any(
+            isinstance(event, Comm) and event.peer >= 0 for event in recording.events
+        ):
+            return ""  # another stage of the pipeline may do more than this one
         program = price_step(recording, Pricer(Figures(self.gpu)), keep=_always_there)
         kernels = sum(i.work for i in program.items if i.kind is Kind.COMPUTE)
         flops = sum(

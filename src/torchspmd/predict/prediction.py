@@ -19,10 +19,10 @@ from torchspmd.predict.products import rate_name
 from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.slices import timeline_json
 from torchspmd.predict.stages import fill_in
-from torchspmd.predict.timeline import Item, Run, simulate
+from torchspmd.predict.timeline import Item, Kind, Run, simulate
 from torchspmd.rehearse.recording import Event, Op, Phase, Recording
 
-__all__ = ["ErrorBar", "TimePrediction", "predict_time"]
+__all__ = ["ErrorBar", "Stage", "TimePrediction", "predict_time"]
 
 _MODEL = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OTHER})
 NEAR_HOST = 0.75  # of a step, that the host needs to issue it
@@ -34,6 +34,14 @@ class ErrorBar(NamedTuple):
 
     error: float
     source: str
+
+
+class Stage(NamedTuple):
+    """A rank of a pipeline: seconds that it computes in a step, and its model FLOPs."""
+
+    rank: int
+    compute_seconds: float
+    flops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,7 @@ class TimePrediction:
         error: To expect of the step.
         evaluation: Seconds of the step that it would not take without passes of the
             trained model in eval mode.
+        stages: Of the pipeline that this rank is on, in order; () where it is on none.
     """
 
     recording: Recording
@@ -64,6 +73,7 @@ class TimePrediction:
     power: Power
     error: ErrorBar
     evaluation: float = 0.0
+    stages: tuple[Stage, ...] = ()
 
     @property
     def step_seconds(self) -> float | None:
@@ -96,11 +106,18 @@ class TimePrediction:
         return name, self.figures.number(f"flops.{name}", "flops.bfloat16")
 
     @property
+    def model_flops(self) -> float:
+        """Of this rank and step; of a pipeline, whose stages differ, the mean."""
+        if not self.stages:
+            return self.flops()
+        return sum(stage.flops for stage in self.stages) / len(self.stages)
+
+    @property
     def mfu(self) -> float | None:
         """Part of the GPU's peak rate that model FLOPs reach."""
         if not self.step_seconds:
             return None
-        return self.flops() / self.step_seconds / self.peak_rate[1]
+        return self.model_flops / self.step_seconds / self.peak_rate[1]
 
     @property
     def is_host_bound(self) -> bool:
@@ -152,7 +169,8 @@ class TimePrediction:
             notes += self.figures.notes()
             dtype, _ = self.peak_rate
             notes.append(
-                f"MFU is of the peak rate of {dtype}; causal attention counts half; "
+                f"MFU is of the peak rate of {dtype}; causal attention counts half, and "
+                "its backward two and a half times its forward; "
                 "congestion of the network, ranks that are slow for other reasons than "
                 "their chip's power, and data loading are not in the prediction."
             )
@@ -187,7 +205,7 @@ class TimePrediction:
             "step_error": self.error.error,
             "step_error_source": self.error.source,
             "power": {**self.power._asdict(), "clock": self.power.clock},
-            "model_flops": self.flops(),
+            "model_flops": self.model_flops,
             "mfu": self.mfu,
             "exposed": [
                 each.as_json() for each in (account.exposed if account else ())
@@ -264,7 +282,35 @@ def predict_time(
             and run.host[place] > NEAR_HOST * account.seconds,
         ),
         evaluation=evaluation,
+        stages=_stages(programs, place, account) if len(programs) > 1 else (),
     )
+
+
+def _stages(
+    programs: Sequence[Program], place: int, account: StepAccount | None
+) -> tuple[Stage, ...]:
+    """All of a pipeline; kernels are as much slower in the step as those of one stage."""
+    stages = [_stage(program) for program in programs]
+    alone = stages[place].compute_seconds
+    slower = (
+        account.parts[Part.COMPUTE] / alone if account is not None and alone else 1.0
+    )
+    return tuple(
+        each._replace(compute_seconds=each.compute_seconds * slower) for each in stages
+    )
+
+
+def _stage(program: Program) -> Stage:
+    """One whose operators may be those of another rank's recording."""
+    seconds = flops = 0.0
+    for item in program.items:
+        if item.kind is Kind.COMPUTE:
+            seconds += item.work
+        if item.event is not None and counts_for_model(item.event):
+            flops += (
+                program.costs[item.place].flops if item.place in program.costs else 0
+            )
+    return Stage(program.recording.rank, seconds, flops)
 
 
 def simulate_programs(

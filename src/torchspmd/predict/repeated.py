@@ -12,7 +12,7 @@ from torchspmd.predict.power import Power
 from torchspmd.predict.ranking import Outcome
 from torchspmd.predict.space import Candidate, Space, Value
 
-__all__ = ["Repeated", "extend"]
+__all__ = ["Repeated", "extend", "of_worst_stage"]
 
 FEW = (2, 4)  # the first and last block may differ from the others: not one and two
 _ALIKE = 0.02  # of the whole rehearsal: what an extended one may be off
@@ -121,7 +121,23 @@ def extend(
     memory = result.get("memory")
     if memory and memory.get("device_bytes"):
         result["fits"] = _fits(memory, few["memory"], more["memory"]).value
+    for rank, stage in (result.get("stages") or {}).items():
+        before, after = (each["stages"].get(rank) or {} for each in (few, more))
+        if stage.get("memory") and before.get("memory"):
+            memories = (each["memory"] for each in (stage, before, after))
+            stage["fits"] = _fits(*memories).value
     return result
+
+
+def of_worst_stage(prediction: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same prediction, with the memory of the stage of a pipeline that needs most."""
+    stages = (prediction.get("stages") or {}).values()
+    known = [stage for stage in stages if stage.get("memory")]
+    if not known:
+        return prediction
+    worst = min(known, key=lambda stage: float(stage["memory"]["margin_bytes"]))
+    memory = {**(prediction.get("memory") or {}), **worst["memory"]}
+    return {**prediction, "fits": worst["fits"], "memory": memory}
 
 
 def _fits(
@@ -137,6 +153,11 @@ def _fits(
     room = memory["device_bytes"] - outside
     reserved = memory["reserved_peak_bytes"]
     allocated = memory.get("allocated_peak_bytes", reserved)
+    # Few blocks find room in what is reserved for something larger, such as a loss; the
+    # others do not, and what is reserved beside tensors does not become less.
+    beside = more["reserved_peak_bytes"] - more.get("allocated_peak_bytes", 0)
+    if "allocated_peak_bytes" in more:
+        reserved = max(reserved, allocated + beside)
     if few.get("first_failure") or more.get("first_failure"):
         reserved = max(
             allocated, few["reserved_peak_bytes"], more["reserved_peak_bytes"]

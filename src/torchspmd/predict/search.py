@@ -17,7 +17,13 @@ from torchspmd.predict.live import LiveMemory
 from torchspmd.predict.memory import count_memory
 from torchspmd.predict.prediction import predict_time
 from torchspmd.predict.ranking import Outcome, SearchResult, rank
-from torchspmd.predict.repeated import Repeated, how_far_off, key, unique
+from torchspmd.predict.repeated import (
+    Repeated,
+    how_far_off,
+    key,
+    of_worst_stage,
+    unique,
+)
 from torchspmd.predict.space import Candidate, Expression, Space, Value
 from torchspmd.rehearse.device import Gpu
 from torchspmd.rehearse.nodes import GPUS_PER_NODE, Nodes
@@ -148,12 +154,14 @@ def explore(
         outcomes = [repeated.outcome(each, found) for each in candidates]
     for each in outcomes:
         if not each.problem:
+            each.prediction = of_worst_stage(each.prediction)
             each.work = work(each)
     result = rank(outcomes, unit)
     notes: list[str] = []
     while repeated is not None and result.best is not None:
         extended = result.best
         (whole,) = run([extended.candidate])
+        whole.prediction = of_worst_stage(whole.prediction)
         notes.append(how_far_off(extended, whole))
         if whole.fits or whole.problem:
             break

@@ -125,8 +125,7 @@ def _task_row(
             name = "fused kernel"
         nbytes, flops = (cost.nbytes, cost.flops) if cost is not None else (0, 0.0)
     elif isinstance(event, Comm):
-        axis = event.axis or event.group
-        name = f"{event.kind} {axis}"
+        name = f"{event.kind} {event.label}"
         detail = f"{_shapes(event.inputs)}, {len(event.ranks)} ranks"
         nbytes = event.payload_bytes
     return (
@@ -156,7 +155,7 @@ def _wait_name(part: Part, cause: Task | None) -> str:
     if part is Part.BUBBLE:
         return "waits for another stage"
     if isinstance(event, Comm):
-        return f"waits for {event.kind} {event.axis or event.group}"
+        return f"waits for {event.kind} {event.label}"
     return "waits"
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torchspmd.errors import UsageError
 
-__all__ = ["Candidate", "Expression", "Space", "read_space"]
+__all__ = ["Candidate", "Expression", "Space", "argument_name", "read_space"]
 
 Value: TypeAlias = int | float | str
 
@@ -71,6 +71,7 @@ def read_space(words: Sequence[str], *, also: str = "") -> Space:
     """
     if not any(_BRACES.fullmatch(word) for word in words):
         words = _rejoin(words)
+    given, also = also, argument_name(also)
     swept: dict[str, tuple[Value, ...]] = {}
     fixed: dict[str, Value] = {}
     template: list[str | tuple[str, str]] = []
@@ -78,7 +79,7 @@ def read_space(words: Sequence[str], *, also: str = "") -> Space:
     for word in words:
         option, equals, text = word.partition("=")
         if word.startswith("-") and not _is_number(word):
-            name = _name(option)
+            name = argument_name(option)
             if not equals:
                 template.append(word)
                 fixed[name] = True
@@ -98,8 +99,8 @@ def read_space(words: Sequence[str], *, also: str = "") -> Space:
         name = ""
     if also and also not in swept:
         raise UsageError(
-            f"--repeat {also}: the script is given no such argument behind --; give it its "
-            f"number of blocks, as in -- --{also.replace('_', '-')} 32."
+            f"--repeat {given}: the script is given no such argument behind --; give it "
+            f"its number of blocks, as in -- --{given.replace('_', '-')} 32."
         )
     if not swept.keys() - {also} and len(swept.get(also, ())) < 2:
         raise UsageError(
@@ -171,7 +172,12 @@ def _is_number(word: str) -> bool:
     return not isinstance(_value(word), str)
 
 
-def _name(option: str) -> str:
+def argument_name(option: str) -> str:
+    """An option as a name in Python.
+
+    >>> argument_name("--model.n-layers")
+    'model_n_layers'
+    """
     return option.lstrip("-").replace("-", "_").replace(".", "_")
 
 

@@ -77,7 +77,7 @@ def _times(
     last = max(timed.recording.steps - 1, 0)
     for event in timed.recording.events:
         if isinstance(event, Comm) and event.site.step == last:
-            axis = event.axis or event.group
+            axis = event.label
             for path in _around(event.site.module):
                 if path in sums:
                     by_axis = sums[path]["bytes_by_axis"]

@@ -5,12 +5,13 @@ is counted again without them over the whole run, so that a change that only unc
 next peak is not praised for more than it brings.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from torchspmd.comm import group_label, of_axis
 from torchspmd.predict.memory import MemoryAccount, count_memory
-from torchspmd.rehearse.recording import Alloc, Category, Phase, Site
+from torchspmd.rehearse.recording import Alloc, Category, Comm, Phase, Recording, Site
 
 __all__ = ["Suggestion", "suggest"]
 
@@ -69,6 +70,7 @@ def suggest(account: MemoryAccount) -> list[Suggestion]:
         for change, after in zip(changes, _peaks_after(account, changes), strict=True)
     ]
     suggestions += _expandable_segments(account)
+    suggestions += _share_groups(account)
     worth = [each for each in suggestions if each.saved_bytes >= _WORTH * peak > 0]
     return sorted(worth, key=lambda each: -each.saved_bytes)
 
@@ -146,11 +148,7 @@ def _shard(account: MemoryAccount) -> Iterator[_Change]:
     categories = {info.category for info in recording.storages.values()}
     if Category.GATHERED_PARAMETER in categories:
         return
-    ranks = recording.world_size
-    where = f"over the {ranks} ranks"
-    if ranks == 1:
-        ranks = recording.nodes.gpus_per_node
-        where = f"on the {ranks} GPUs of a node"
+    ranks, where = _replicas(recording)
     if ranks == 1:
         return
     parts: dict[int, float] = {}
@@ -167,6 +165,42 @@ def _shard(account: MemoryAccount) -> Iterator[_Change]:
         parts,
         2 * max(blocks.values(), default=0),
         "counted with one share of each; two blocks of parameters are gathered at a time",
+    )
+
+
+def _replicas(recording: Recording) -> tuple[int, str]:
+    """How many ranks hold the same parameters: those that add gradients up.
+
+    Others hold other stages of a pipeline, or other parts of each parameter.
+    """
+    everyone = recording.world_size
+    if everyone == 1:
+        node = recording.nodes.gpus_per_node
+        return node, f"on the {node} GPUs of a node"
+    if not recording.groups:
+        return everyone, f"over the {everyone} ranks"
+    nbytes = sum(
+        info.nbytes
+        for info in recording.storages.values()
+        if info.category == Category.PARAMETER
+    )
+    # A group that also adds up in forward has parts of layers, and sends activations.
+    sent: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    forward: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for event in recording.events:
+        if isinstance(event, Comm) and event.kind in ("all_reduce", "reduce_scatter"):
+            sums = forward if event.site.phase is Phase.FORWARD else sent
+            sums[event.label, event.ranks] += event.payload_bytes
+    for group in [group for group in sent if forward[group] > sent[group] / 10]:
+        del sent[group]
+    ((label, ranks), most), *_ = [*sent.most_common(1), (("", (0,)), 0)]
+    if most < nbytes / 4:  # not of all parameters, such as those of norms alone
+        return 1, ""
+    if len(ranks) == everyone:
+        return everyone, f"over the {everyone} ranks"
+    is_axis = of_axis(label).startswith("of axis")
+    return len(ranks), (
+        f"over the {len(ranks)} ranks of axis {label}" if is_axis else f"over {label}"
     )
 
 
@@ -236,3 +270,20 @@ def _expandable_segments(account: MemoryAccount) -> Iterator[Suggestion]:
         "reserved",
         "simulated with it",
     )
+
+
+def _share_groups(account: MemoryAccount) -> Iterator[Suggestion]:
+    """Process groups over the same ranks, which have a communicator each."""
+    same: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, ranks in account.recording.groups.items():
+        same[ranks].append(name)
+    ranks, names = max(same.items(), key=lambda item: len(item[1]), default=((), []))
+    if len(names) > 2:  # two that should overlap need one each
+        yield Suggestion(
+            f"one process group instead of the {len(names)} over "
+            f"{group_label('', ranks)}, each with buffers of NCCL; "
+            "fully_shard(reshard_after_forward=N) makes one for each module",
+            (len(names) - 1) * account.gpu.nbytes("nccl_communicator"),
+            "outside of the allocator",
+            "counted with one communicator",
+        )

@@ -112,12 +112,11 @@ def _at_the_peak(account: MemoryAccount, most: int) -> Iterator[str]:
         yield f"  {size_text(nbytes):>11}  {category}"
     yield "Largest holders there:"
     for holder in account.holders(most=most):
-        what = holder.name or holder.module or "outside of modules"
+        what = holder.name or holder.module
+        of = f" of {what}" if what else ", outside of modules"
         count = f"{holder.storages} x " if holder.storages > 1 else ""
         line = f", {_line(holder.line)}" if holder.line else ""
-        yield (
-            f"  {size_text(holder.nbytes):>11}  {count}{holder.category} of {what}{line}"
-        )
+        yield (f"  {size_text(holder.nbytes):>11}  {count}{holder.category}{of}{line}")
 
 
 def _suggested(suggestions: Sequence[Suggestion], most: int) -> Iterator[str]:

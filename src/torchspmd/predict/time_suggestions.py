@@ -4,10 +4,11 @@ A change is made to the recorded step, and the step is simulated again: what onl
 the next bottleneck is not praised for more than it brings.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torchspmd.comm import format_bytes
+from torchspmd.comm import format_bytes, of_axis
 from torchspmd.predict.account import Part, account_for
 from torchspmd.predict.collectives import price_comm
 from torchspmd.predict.prediction import TimePrediction, simulate_programs
@@ -47,6 +48,7 @@ class Change(NamedTuple):
         how: What was simulated.
         axes: Those whose communication it changes.
         is_bound: Whether nobody can do it: it says how much there is to gain.
+        needs: Bytes of the device, for good or for a while.
     """
 
     text: str
@@ -54,6 +56,7 @@ class Change(NamedTuple):
     how: str
     axes: frozenset[str] = frozenset()
     is_bound: bool = False
+    needs: int = 0
 
 
 class Gain(NamedTuple):
@@ -64,13 +67,20 @@ class Gain(NamedTuple):
     how: str
 
 
-def suggest_faster(prediction: TimePrediction) -> list[Gain]:
-    """The three changes that gain most, the best first."""
+def suggest_faster(prediction: TimePrediction, room: float = math.inf) -> list[Gain]:
+    """The three changes that gain most, the best first.
+
+    Args:
+        prediction: Of the step as it is.
+        room: Bytes of the device that are left: changes that need more are not told.
+    """
     account = prediction.account
     if account is None or prediction.run is None or len(prediction.run.tasks) > 1:
         return []  # of a pipeline, one stage's change moves the others'
     gains: list[tuple[Gain, Change]] = []
     for change in _changes(prediction):
+        if change.needs > room:
+            continue
         run, _ = simulate_programs([change.program], prediction.figures)
         seconds = account.seconds - account_for(run).seconds
         if seconds >= _WORTH * account.seconds:
@@ -183,7 +193,7 @@ def _hide_communication(prediction: TimePrediction) -> Iterator[Change]:
         worst = next(entry for entry in entries if entry["axis"] == axis)
         where = f" of {worst['module']}" if worst["module"] else ""
         yield Change(
-            f"overlap or shrink the communication of axis {axis}: most is waited for in "
+            f"overlap or shrink the communication {of_axis(axis)}: most is waited for in "
             f"{worst['kind']}{where}, {worst['cause']}",
             _with_items(prediction.program, items),
             "simulated without that communication: the most that can be gained",
@@ -214,7 +224,7 @@ def _reduce_in_bfloat16(prediction: TimePrediction) -> Iterator[Change]:
             f"reduce gradients in bfloat16: {how}; sums are less precise",
             _with_items(prediction.program, items),
             "simulated with half the bytes",
-            frozenset(map(_axis, reduced)),
+            frozenset(comm.label for comm in reduced),
         )
 
 
@@ -244,13 +254,14 @@ def _gather_once(prediction: TimePrediction) -> Iterator[Change]:
         item._replace(work=0.0) if item.event in again else item
         for item in prediction.program.items
     ]
-    needed = format_bytes(sum(comm.payload_bytes for comm in again))
+    needs = sum(comm.payload_bytes for comm in again)
     yield Change(
         "fully_shard(reshard_after_forward=False): gathers nothing again in backward; "
-        f"whole parameters stay until then, {needed}",
+        f"whole parameters stay until then, {format_bytes(needs)}",
         _with_items(prediction.program, items),
         "simulated without these gathers",
-        frozenset(map(_axis, again)),
+        frozenset(comm.label for comm in again),
+        needs=needs,
     )
 
 
@@ -259,11 +270,7 @@ def _categories(recording: Recording, specs: Sequence[TensorSpec]) -> set[Catego
 
 
 def _is_of(event: Event | None, axis: str) -> bool:
-    return isinstance(event, Comm) and _axis(event) == axis
-
-
-def _axis(comm: Comm) -> str:
-    return comm.axis or comm.group
+    return isinstance(event, Comm) and event.label == axis
 
 
 def _keep_activations(prediction: TimePrediction) -> Iterator[Change]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from torchspmd.comm import of_axis
 from torchspmd.predict.account import Part
 from torchspmd.predict.prediction import TimePrediction
 from torchspmd.predict.text import size_text
@@ -11,6 +12,7 @@ from torchspmd.report.views.prediction import exposed_by_layers
 
 __all__ = ["describe_time", "seconds_text"]
 
+_UNEVEN = 1.1  # of the mean: less is in the nature of first and last stages
 _NAMES = {
     Part.COMPUTE: "the device computes",
     Part.EXPOSED: "computation waits for communication",
@@ -41,7 +43,12 @@ def describe_time(
         most: Exposed communications that are listed.
     """
     if prediction.account is None:
-        return "No step time: the script made no optimizer step."
+        who = (
+            "another rank of the pipeline"
+            if prediction.recording.steps
+            else "the script"
+        )
+        return f"No step time: {who} made no optimizer step."
     return "\n".join(
         [
             *_verdict(prediction),
@@ -60,14 +67,17 @@ def _verdict(prediction: TimePrediction) -> Iterator[str]:
         f"A steady step takes {seconds_text(account.seconds)} on "
         f"{prediction.figures.gpu.title}, give or take {error.error:.0%} ({error.source})."
     )
-    flops, mfu = prediction.flops(), prediction.mfu
+    flops, mfu = prediction.model_flops, prediction.mfu
+    num = len(prediction.stages)
+    whose = f"a rank, the mean of {num} stages" if num else "this rank"
     if flops and mfu is not None:
         dtype, peak = prediction.peak_rate
         amount = f"{flops / 1e12:.2f} T" if flops >= 1e11 else f"{flops / 1e9:.2f} G"
         yield (
-            f"{amount}FLOP of the model on this rank: {mfu:.1%} of the peak "
+            f"{amount}FLOP of the model on {whose}: {mfu:.1%} of the peak "
             f"of {dtype} ({peak / 1e12:.0f} TFLOP/s)."
         )
+    yield from _uneven(prediction)
     if prediction.evaluation > 0:
         rest = account.seconds - prediction.evaluation
         yield (
@@ -88,6 +98,21 @@ def _verdict(prediction: TimePrediction) -> Iterator[str]:
             f"HOST-BOUND: issuing a step takes the host "
             f"{seconds_text(issue)}, and the device waits for it. "
             "Larger batches, torch.compile or CUDA graphs help; a faster GPU does not."
+        )
+
+
+def _uneven(prediction: TimePrediction) -> Iterator[str]:
+    """All stages take as long as the slowest one."""
+    if not prediction.stages:
+        return
+    seconds = [stage.compute_seconds for stage in prediction.stages]
+    slowest = max(prediction.stages, key=lambda stage: stage.compute_seconds)
+    mean = sum(seconds) / len(seconds)
+    if slowest.compute_seconds > _UNEVEN * mean:
+        yield (
+            f"The stages are uneven: rank {slowest.rank} computes for "
+            f"{seconds_text(slowest.compute_seconds)}, the others have to wait for it; the "
+            f"mean is {seconds_text(mean)}, the least {seconds_text(min(seconds))}."
         )
 
 
@@ -114,10 +139,11 @@ def _exposed(prediction: TimePrediction, most: int) -> Iterator[str]:
     if account.exposed:
         yield "Communication that computation waits for:"
     for entry in exposed_by_layers([each.as_json() for each in account.exposed])[:most]:
+        size = size_text(entry["bytes"] / entry["count"])
         yield (
-            f"  {seconds_text(entry['seconds']):>10}  {entry['kind']} of axis "
-            f"{entry['axis']} in {entry['module'] or 'no module'}, {entry['count']} x "
-            f"{size_text(entry['bytes'] / entry['count'])}: {entry['cause']}"
+            f"  {seconds_text(entry['seconds']):>10}  {entry['kind']} "
+            f"{of_axis(entry['axis'])} in {entry['module'] or 'no module'}, "
+            f"{entry['count']} x {size}: {entry['cause']}"
         )
 
 

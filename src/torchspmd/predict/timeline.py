@@ -6,10 +6,12 @@ is slower; collectives that share a link share its rate; kernels of two streams 
 chip. Ranks that are simulated together meet in their sends, receives and collectives.
 """
 
+import contextlib
+import gc
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -283,7 +285,11 @@ class _Simulation:
     # --- streams ----------------------------------------------------------------------
 
     def _stream(self, host: _Host, number: int) -> _Stream:
-        return self.streams.setdefault((host.rank, number), _Stream())
+        key = (host.rank, number)
+        stream = self.streams.get(key)
+        if stream is None:
+            stream = self.streams[key] = _Stream()
+        return stream
 
     def _enqueue_wait(self, host: _Host, stream: int, item: Item, on: Task) -> None:
         if on.rank == host.rank and on.stream == stream:
@@ -413,6 +419,18 @@ class _Simulation:
             self._push(now + max(task.left, 0.0) / rate, task.version, task)
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Tasks are many, and all of them are kept: looking for garbage finds none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def simulate(
     programs: Sequence[Sequence[Item]],
     *,
@@ -432,7 +450,8 @@ def simulate(
     """
     keep = range(len(programs)) if of is None else (of,)
     simulation = _Simulation(programs, rounds, slowdown, ranks, keep)
-    simulation.run()
+    with _without_collections():
+        simulation.run()
     heads = (stream.queue[0] for stream in simulation.streams.values() if stream.queue)
     stuck = min(heads, key=lambda task: task.meeting is None, default=None)
     if stuck is not None or any(len(host.marks) < rounds for host in simulation.hosts):

@@ -4,8 +4,10 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,6 +31,7 @@ def checkpoints_skipped(values: Values) -> Iterator[None]:
 
 def _replacements(values: Values) -> Iterator[tuple[Any, str, Any]]:
     plain_save = torch.save
+    unwritten: set[str] = set()
 
     def save(*args: Any, **kwargs: Any) -> None:
         line = read_place().line or "the script"
@@ -37,6 +40,7 @@ def _replacements(values: Values) -> Iterator[tuple[Any, str, Any]]:
     def save_file(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(f, str | os.PathLike):
             save()
+            unwritten.add(_path(f))
         else:  # a buffer in memory, which the script reads again
             plain_save(obj, f, *args, **kwargs)
 
@@ -63,3 +67,49 @@ def _replacements(values: Values) -> Iterator[tuple[Any, str, Any]]:
     if importlib.util.find_spec("safetensors") is not None:
         for name in ("save_file", "save_model"):
             yield importlib.import_module("safetensors.torch"), name, save
+    yield from _files(unwritten)
+
+
+def _files(unwritten: set[str]) -> Iterator[tuple[Any, str, Any]]:
+    """What scripts do to a file that they have just saved, where it was not written.
+
+    Mostly they save under another name first, and rename then: files that are really there
+    must stay.
+    """
+
+    def moved(plain: Callable[..., Any], *, stays: bool) -> Callable[..., Any]:
+        def move(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+            if _path(src) not in unwritten:
+                return plain(src, dst, *args, **kwargs)
+            unwritten.add(_path(dst))
+            if not stays:
+                unwritten.discard(_path(src))
+            return dst
+
+        return move
+
+    def removed(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def remove(path: Any, *args: Any, **kwargs: Any) -> None:
+            if _path(path) not in unwritten:
+                plain(path, *args, **kwargs)
+            unwritten.discard(_path(path))
+
+        return remove
+
+    plain_size = os.path.getsize
+
+    def size(filename: Any) -> int:
+        return 0 if _path(filename) in unwritten else plain_size(filename)
+
+    yield os.path, "getsize", size
+    for name in ("replace", "rename"):
+        yield os, name, moved(getattr(os, name), stays=False)
+    for name in ("remove", "unlink"):
+        yield os, name, removed(getattr(os, name))
+    for name in ("copy", "copy2", "copyfile"):
+        yield shutil, name, moved(getattr(shutil, name), stays=True)
+
+
+def _path(name: Any) -> str:
+    """One name of a file; of a descriptor, one that no file has."""
+    return str(Path(name).absolute()) if isinstance(name, str | os.PathLike) else ""

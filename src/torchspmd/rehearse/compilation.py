@@ -43,6 +43,10 @@ _REPLAYED = (
     "replay of a CUDA graph; copies of its inputs, and that its memory is kept, are not "
     "counted"
 )
+_SPLIT = (
+    "torch._inductor.config._micro_pipeline_tp: compiled code would split products and run "
+    "them beside the collectives of tensor parallelism; here one follows the other"
+)
 _GRAPHS = frozenset({"reduce-overhead", "max-autotune"})  # modes
 _SHADOW = (
     "torchspmd.compile: no call is made eagerly too (shadow=0): the first steps of a run "
@@ -161,6 +165,8 @@ def _torch_compile(
 
     def compile(model: Any = None, **options: Any) -> Any:
         recorder.values.note(_NOTE)
+        if _torch.splits_products():
+            recorder.values.note(_SPLIT)
         if model is None:
             return lambda function: compile(function, **options)
         replays = options.get("mode") in _GRAPHS

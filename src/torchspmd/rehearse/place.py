@@ -22,6 +22,7 @@ class Maker(Enum):
     FSDP_PARAMETER = "fsdp parameter"
     FSDP_COLLECTIVE = "fsdp collective"
     DDP = "ddp"
+    INITIALISER = "initialiser"
 
 
 class Place(NamedTuple):
@@ -53,6 +54,7 @@ _MAKERS = (
     ("nn/utils/clip_grad.py", Maker.OPTIMIZER),
     ("amp/grad_scaler.py", Maker.OPTIMIZER),
     ("optim/lbfgs.py", Maker.OPTIMIZER),
+    ("nn/init.py", Maker.INITIALISER),
 )
 # By identity: a code object's own hash reads all its bytecode. Held, so that no other
 # function can take their place.
@@ -69,7 +71,7 @@ def read_place() -> Place:
         seen = _meanings.get(id(code))
         meaning = seen[1] if seen is not None else _remember(code)
         if meaning is _USERS:
-            line = f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
+            line = f"{_short(code.co_filename)}:{frame.f_lineno} {code.co_name}"
             return Place(line, maker, node)
         if meaning is _torch.Landmark.GRAPH:
             node = node or _torch.running_node(frame)
@@ -97,6 +99,11 @@ def _leads_on(path: str) -> bool:
 def is_called_by_user() -> bool:
     """Whether the function that asks was called by the user's code."""
     return _meaning(sys._getframe(2).f_code) is _USERS
+
+
+def _short(path: str) -> str:
+    """A library's file, as its users know it."""
+    return path.rpartition("/site-packages/")[2]
 
 
 def _remember(code: CodeType) -> object:

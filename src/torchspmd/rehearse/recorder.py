@@ -23,6 +23,7 @@ from torchspmd import _torch
 from torchspmd.comm import (
     GLOBAL,
     OWNER_KEY,
+    Group,
     Kind,
     Operator,
     Owner,
@@ -59,7 +60,7 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
     Wait,
 )
-from torchspmd.rehearse.shapes import CHOOSES, SHAPES, choosing
+from torchspmd.rehearse.shapes import CHOOSES, SHAPES, choosing, is_told_its_size
 from torchspmd.rehearse.values import KEEPS_VALUES, READS_VALUE, Values
 from torchspmd.rehearse.workspaces import Processor, allocation_order, workspaces
 from torchspmd.trace.modules import ModuleTracker, follow, unfollow
@@ -349,13 +350,18 @@ class Recorder:
         if _torch.is_device_tensor(tensor):
             by = BY_TORCH if is_called_by_torch() else ""  # as a GradScaler does
             self.synchronize(name + by, self.stream)
-        return self.values.number(tensor, read_place().line)
+        place = read_place()
+        # Whether a sharded tensor has numbers out of bounds is asked of a value.
+        by_torch = place.maker is Maker.INITIALISER
+        return self.values.number(tensor, place.line, by_torch=by_torch)
 
     def _choosing(
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], Any]:
         """What runs an operator whose result's shape depends on values."""
         run, assumed = choosing(func, name, args, kwargs)
+        if is_told_its_size(name, kwargs):
+            return run
         if assumed:
             line = read_place().line
             self.values.note(f"{line} chooses by values ({name}): {assumed}.")
@@ -625,7 +631,7 @@ class Recorder:
             self._specs((sent,)) if sent is not None else inputs,
             _received(outputs, inputs),
             self.stream,
-            self._comm_stream(group.name, group.axis, operator.kind.value, peer),
+            self._comm_stream(group, operator.kind.value, peer),
             bool(arguments.get("asyncOp", True)),
             peer,
             site,
@@ -673,8 +679,8 @@ class Recorder:
             )
         )
 
-    def _comm_stream(self, group: str, axis: str | None, kind: str, peer: int) -> int:
-        key, name = group, f"communicator {axis or group}"
+    def _comm_stream(self, group: Group, kind: str, peer: int) -> int:
+        key, name = group.name, f"communicator {group.label}"
         if peer >= 0:  # sends and receives of one batch go on at the same time
             key = name = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer}"
         stream = self._comm_streams.get(key)

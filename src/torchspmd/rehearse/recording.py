@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
+from torchspmd.comm import group_label
 from torchspmd.rehearse.nodes import Nodes
 
 
@@ -212,6 +213,11 @@ class Comm(NamedTuple):
     is_async: bool
     peer: int
     site: Site
+
+    @property
+    def label(self) -> str:
+        """What tables call the group: its axis, else its ranks."""
+        return self.axis or group_label(self.group, self.ranks)
 
 
 # ----------------------------------------------------------------------------

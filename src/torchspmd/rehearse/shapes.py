@@ -13,7 +13,7 @@ import torch
 
 from torchspmd import _torch
 
-__all__ = ["CHOOSES", "SHAPES", "choosing"]
+__all__ = ["CHOOSES", "SHAPES", "choosing", "is_told_its_size"]
 
 
 def _accumulated(tensor: torch.Tensor) -> torch.dtype:
@@ -164,6 +164,14 @@ CHOOSES: dict[str, Callable[..., Any]] = {
     "aten.bincount.default": _bincount,
     "aten.equal.default": _equal,
 }
+
+
+def is_told_its_size(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether nothing of the device is read: the caller says how large the result is."""
+    return (
+        name == "aten.repeat_interleave.Tensor"
+        and kwargs.get("output_size") is not None
+    )
 
 
 def choosing(

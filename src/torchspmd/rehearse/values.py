@@ -101,8 +101,10 @@ class Values:
             _remember(base, args, result)
         assume(func, base, args, kwargs, result)
 
-    def number(self, tensor: torch.Tensor, line: str) -> object:
-        """What ``.item()`` gives."""
+    def number(
+        self, tensor: torch.Tensor, line: str, *, by_torch: bool = False
+    ) -> object:
+        """What ``.item()`` gives; that torch itself asks, to draw again, is not noted."""
         if (followed := _torch.followed(tensor)) is not None:
             value: object = followed.real.item()
             if followed.why:
@@ -114,7 +116,8 @@ class Values:
         plausible = getattr(tensor, "plausible_truth", None)
         if plausible is None:
             plausible = _plausible(tensor.dtype)
-        self.note(f"{line or 'the script'} reads a value: {plausible} was given.")
+        if not by_torch:
+            self.note(f"{line or 'the script'} reads a value: {plausible} was given.")
         return plausible
 
     def on_host(

@@ -57,12 +57,14 @@ class World:
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
             **{name: str(value) for name, value in of_node.items()},
+            "ROLE_NAME": "default",
             "ROLE_RANK": str(self.rank),
             "ROLE_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": "29500",
             "TORCHELASTIC_RUN_ID": "rehearsal",
             "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
         }
 
 
@@ -127,6 +129,7 @@ def fake_groups(world: World) -> Iterator[None]:
 def _groups(world: World) -> Iterator[tuple[Any, str, Any]]:
     plain_start, plain_new = dist.init_process_group, dist.new_group
     asked = "nccl"  # the backend, as far as the script knows
+    asked_of: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
 
     def start(backend: object = None, *args: object, **kwargs: object) -> None:
         nonlocal asked
@@ -140,23 +143,41 @@ def _groups(world: World) -> Iterator[tuple[Any, str, Any]]:
                 world_size=world.size,
             )
 
-    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def new_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         known = {
             name: kwargs[name]
             for name in ("group_desc", "use_local_synchronization")
             if name in kwargs
         }
-        return plain_new(ranks, backend="fake", **known)
+        group = plain_new(ranks, backend="fake", **known)
+        if isinstance(group, dist.ProcessGroup):
+            asked_of[group] = (
+                "gloo" if backend == "gloo" else "nccl" if backend else asked
+            )
+        return group
+
+    def monitored_barrier(*args: Any, **kwargs: Any) -> None:
+        """Of gloo; torch asks for the backend before it calls anything."""
 
     for module in _MODULES:
         yield module, "init_process_group", start
         if hasattr(module, "new_group"):
             yield module, "new_group", new_group
+        if hasattr(module, "monitored_barrier"):
+            yield module, "monitored_barrier", monitored_barrier
     plain_backend = dist.get_backend
 
     def get_backend(group: Any = None) -> str:
         # A script may ask whether it is nccl; others have to know what it is.
-        return asked if is_called_by_user() else plain_backend(group)
+        if is_called_by_user():
+            return asked if group is None else asked_of.get(group, asked)
+        return plain_backend(group)
 
     yield dist, "get_backend", get_backend
     yield dist, "is_nccl_available", lambda: True

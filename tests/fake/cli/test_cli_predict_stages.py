@@ -49,6 +49,36 @@ def test_a_stage_of_a_pipeline_waits_for_the_other(tmp_path):
     assert {"recv from rank 0", "send to rank 0"} <= lanes
 
 
+def test_the_stage_that_needs_the_most_memory_decides(tmp_path, capsys):
+    script, out = tmp_path / "train.py", tmp_path / "out.json"
+    wide = "nn.Linear(4096, 4096) for _ in range(2 + 100 * rank)"
+    text = SCRIPT.replace("nn.Linear(4096, 4096) for _ in range(2)", wide)
+    script.write_text(text)
+    words = ["--world-size", "2", "--gpu", "h100", "--json", str(out)]
+    assert main(["predict", str(script), *words]) == 1
+    assert "Rank 1, another stage of the pipeline, needs the most" in (
+        capsys.readouterr().out
+    )
+    prediction = json.loads(out.read_text())
+    assert prediction["fits"] == "no"
+    assert prediction["notes"][0].startswith("Rank 1, another stage")
+    first, last = (prediction["stages"][rank] for rank in "01")
+    assert (first["fits"], last["fits"]) == ("yes", "no")
+    assert last["model_flops"] > 20 * first["model_flops"]
+    assert prediction["model_flops"] == pytest.approx(
+        (first["model_flops"] + last["model_flops"]) / 2
+    )
+
+
+def test_a_rank_that_was_asked_for_objects_leaves_no_recording(tmp_path, monkeypatch):
+    asked(monkeypatch, tmp_path, [2], 1)
+    OtherRanks(options(), "").answer(Recording(4, 1))
+    assert not list(tmp_path.iterdir())
+    asked(monkeypatch, tmp_path, [2], 0)
+    OtherRanks(options(), "").answer(Recording(4, 1))
+    assert [each.name for each in tmp_path.iterdir()] == ["recording-1.pickle"]
+
+
 def options(rank=1):
     return argparse.Namespace(rank=rank, script="train.py", arguments=[])
 

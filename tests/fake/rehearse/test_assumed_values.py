@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from torchspmd.rehearse.recording import Op
+from torchspmd.rehearse.recording import Op, Synchronize
 
 TOKENS, EXPERTS, WIDTH = 64, 8, 24
 
@@ -208,6 +208,15 @@ def test_what_is_known_is_chosen_by_its_values(rehearse):
         assert torch.equal(repeats, repeats.clone())
         assert not torch.equal(repeats, repeats + 1)
     assert recording.notes == []
+
+
+def test_a_choice_of_a_size_that_is_told_reads_nothing(rehearse):
+    with rehearse() as recording:
+        repeats = torch.randint(3, (4,), device="cuda")
+        rows = torch.randn(4, 5, device="cuda")
+        rows.repeat_interleave(repeats, dim=0, output_size=6)
+        assert recording.notes == []
+        assert not any(isinstance(each, Synchronize) for each in recording.events)
 
 
 def test_other_ranks_send_as_this_one_does(rehearse):

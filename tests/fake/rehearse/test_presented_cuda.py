@@ -2,6 +2,8 @@
 
 import copy
 import io
+import os
+import shutil
 import warnings
 
 import pytest
@@ -12,7 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.modules._functions import SyncBatchNorm
@@ -257,6 +263,16 @@ def test_groups_of_any_backend_answer_at_once(request, where):
         assert dist.get_backend() == "gloo"
         assert dist.is_nccl_available()
         assert dist.new_group([0, 3], backend="gloo").size() == 2
+
+
+@pytest.mark.parametrize("where", ["rehearse", "on_cpu"])
+def test_each_group_has_the_backend_that_was_asked_for(request, where):
+    with request.getfixturevalue(where)(8):
+        dist.init_process_group("nccl")
+        side = dist.new_group(backend="gloo")
+        assert dist.get_backend(side) == "gloo"
+        assert dist.get_backend(dist.new_group([0, 1])) == "nccl"
+        dist.monitored_barrier(group=side)  # of gloo alone
 
 
 def test_what_a_reader_must_know_of_cuda_on_a_cpu(on_cpu):
@@ -531,6 +547,23 @@ def test_host_tensors_keep_their_values(rehearse):
         assert isinstance(torch.empty(1 << 24), FakeTensor)  # 64 MiB are not made
 
 
+def test_what_compiled_code_would_do_at_the_same_time_is_noted(rehearse):
+    from torch._inductor import config
+
+    with config.patch(_micro_pipeline_tp=True), rehearse() as recording:
+        torch.compile(nn.Linear(4, 4).cuda())
+    assert any("would split products" in note for note in recording.notes)
+
+
+def test_a_library_is_named_by_its_own_path(rehearse):
+    source = "def read(x):\n    return x.item()\n"
+    names = {}
+    exec(compile(source, "/venv/lib/site-packages/library/loss.py", "exec"), names)
+    with rehearse() as recording:
+        names["read"](torch.rand(1, device="cuda"))
+    assert recording.notes[0].startswith("library/loss.py:2 read reads a value")
+
+
 def test_compiled_regions_are_numbered(rehearse):
     with rehearse() as recording:
         layer = torch.compile(nn.Linear(4, 4).cuda())
@@ -581,6 +614,38 @@ def test_checkpoints_are_skipped_and_noted(rehearse, tmp_path):
         dcp.async_save,
         dcp.load,
     )
+
+
+def test_a_checkpoint_that_is_not_written_can_be_renamed(rehearse, tmp_path):
+    old, new, copied = tmp_path / "old.pt", tmp_path / "new.pt", tmp_path / "best.pt"
+    real, moved = tmp_path / "real.txt", tmp_path / "moved.txt"
+    new.write_text("the checkpoint of the last run")
+    real.write_text("a file")
+    with rehearse():
+        torch.save({}, old)
+        assert os.path.getsize(old) == 0  # noqa: PTH202
+        old.rename(new)
+        shutil.copy(new, copied)
+        copied.unlink()
+        real.rename(moved)
+    assert new.read_text() == "the checkpoint of the last run"
+    assert sorted(tmp_path.iterdir()) == [moved, new]
+
+
+def test_offloaded_parameters_hold_no_memory_and_are_initialised(rehearse):
+    with rehearse(8) as recording:
+        dist.init_process_group("nccl")
+        with torch.device("meta"):
+            model = nn.Linear(512, 512)
+        fully_shard(model, offload_policy=CPUOffloadPolicy())
+        model.to_empty(device="cpu")
+        weight = model.weight.to_local()
+        assert weight.device.type == "cpu"
+        assert isinstance(weight, FakeTensor)
+        # Draws again, until nothing is out of bounds.
+        nn.init.trunc_normal_(model.weight, std=0.02, a=-0.04, b=0.04)
+        assert isinstance(torch.empty(4).new_empty(1 << 22), FakeTensor)
+    assert recording.notes == []
 
 
 def test_ranks_of_a_node(rehearse, monkeypatch):

@@ -340,6 +340,36 @@ def test_sharding_is_over_the_ranks_that_there_are():
     assert any("over the 2 ranks" in each for each in saved(train(world_size=2)))
 
 
+@pytest.mark.parametrize(
+    ("mib", "phases", "where"),
+    [
+        (40, [Phase.BACKWARD], "over the 2 ranks of axis dp"),
+        (40, [Phase.OTHER], "over the 2 ranks of axis dp"),
+        (1, [Phase.BACKWARD], None),  # of norms alone: ranks hold other parts
+        (40, [Phase.FORWARD, Phase.BACKWARD], None),  # activations
+    ],
+)
+def test_sharding_is_over_the_ranks_that_add_gradients_up(mib, phases, where):
+    recording = train(world_size=8)
+    recording.groups["dp"] = (0, 4)
+    sent = (TensorSpec((mib * MIB // 4,), (1,), "float32", "cuda", 1000),)
+    fields = ("c10d.allreduce_", "dp", (0, 4), "dp", mib * MIB, "float32", sent, sent)
+    for phase in phases:
+        site = Site("", phase, 0, "")
+        recording.events.append(Comm(0, "all_reduce", *fields, 0, 1, False, -1, site))
+    found = [each for each in saved(recording) if each.startswith("shard")]
+    assert [where in each for each in found] == ([True] if where else [])
+
+
+def test_groups_over_the_same_ranks_should_be_one():
+    recording = train(world_size=16)
+    recording.groups.update({f"{i}": tuple(range(8)) for i in range(5)})
+    account = count_memory(recording, gpu(nccl_communicator=50 * MIB))
+    (found,) = [each for each in suggest(account) if "process group" in each.text]
+    assert "instead of the 5 over ranks 0-7" in found.text
+    assert found.saved_bytes == 200 * MIB
+
+
 def test_what_is_done_already_is_not_suggested():
     recording = train()
     gathered = StorageInfo(1, Category.GATHERED_PARAMETER)

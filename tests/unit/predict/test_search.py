@@ -8,7 +8,7 @@ from torchspmd._cli import main
 from torchspmd._cli import search as command
 from torchspmd.errors import UsageError
 from torchspmd.predict.ranking import Outcome, describe_search, rank
-from torchspmd.predict.repeated import Repeated, extend, how_far_off
+from torchspmd.predict.repeated import Repeated, extend, how_far_off, of_worst_stage
 from torchspmd.predict.search import explore, search
 from torchspmd.predict.space import Candidate, Expression, read_space
 from torchspmd.rehearse.nodes import Nodes
@@ -234,6 +234,8 @@ def test_the_reason_of_a_failed_script_is_its_error(tmp_path):
 def test_a_repeated_argument_is_swept_with_its_one_value():
     space = read_space(["--layers", "32", "--tp", "{1,2}"], also="layers")
     assert space.swept == {"layers": (32,), "tp": (1, 2)}
+    dotted = read_space(["--model.layers", "8", "--tp", "{1,2}"], also="model.layers")
+    assert dotted.swept["model_layers"] == (8,)
     with pytest.raises(UsageError, match=r"--repeat depth: .* as in -- --depth 32"):
         read_space(["--tp", "{1,2}"], also="depth")
     with pytest.raises(UsageError, match="nothing to search"):
@@ -302,6 +304,42 @@ def test_tensors_that_fit_are_at_risk_where_their_fragments_do_not():
     assert told["memory"]["margin_bytes"] == 0
     assert extend(figures(2, 7, 7), figures(4, 7, 7), (2, 4), 30)["fits"] == "no"
     assert extend(figures(2, 5, 5), figures(4, 5, 5), (2, 4), 30)["fits"] == "yes"
+
+
+def test_the_stage_that_needs_the_most_memory_is_extended_by_itself():
+    def stages(layers, first, last):
+        told = figures(layers, first, first)
+        memories = [told["memory"], figures(1, 50 + last * layers, 50)["memory"]]
+        memories[1]["reserved_peak_bytes"] = 50 + last * layers
+        told["stages"] = {
+            str(rank): {"fits": "yes", "memory": memory}
+            for rank, memory in enumerate(memories)
+        }
+        return told
+
+    extended = extend(stages(2, 5, 1), stages(4, 5, 1), (2, 4), 20)
+    needs = {
+        rank: e["memory"]["reserved_peak_bytes"]
+        for rank, e in extended["stages"].items()
+    }
+    assert needs == {"0": 100, "1": 70}  # of few layers it is the last that needs more
+    worst = of_worst_stage(extended)
+    assert (worst["fits"], worst["memory"]["reserved_peak_bytes"]) == ("yes", 100)
+    extended = extend(stages(2, 1, 7), stages(4, 1, 7), (2, 4), 30)
+    worst = of_worst_stage(extended)
+    assert (extended["fits"], worst["fits"]) == ("yes", "no")
+    assert worst["memory"]["reserved_peak_bytes"] == 260
+    assert of_worst_stage(figures(2, 5, 5)) == figures(2, 5, 5)
+
+
+def test_what_is_reserved_beside_tensors_does_not_become_less():
+    few, more = figures(2, 5, 0), figures(4, 5, 0)
+    for each in (few, more):  # a loss that needs more than few blocks do
+        each["memory"]["reserved_peak_bytes"] = 60
+        each["memory"]["device_peak_bytes"] = 70
+    told = extend(few, more, (2, 4), 20)
+    assert told["memory"]["reserved_peak_bytes"] == 140  # 100 of tensors, 40 beside
+    assert told["fits"] == "yes"
 
 
 def test_where_few_blocks_run_out_of_memory_what_is_allocated_is_extended():

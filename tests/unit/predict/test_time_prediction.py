@@ -31,6 +31,7 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
     Wait,
 )
+from torchspmd.report.views.prediction import exposed_by_layers
 
 H100, NETWORK = load_gpu("h100"), load_network("ib-ndr400")
 
@@ -271,6 +272,8 @@ def test_parameters_that_are_gathered_again_get_the_remedy():
     gain = suggest_faster(result)[0]
     assert "reshard_after_forward=False" in gain.text
     assert "256 MiB" in gain.text
+    full = suggest_faster(result, room=200 << 20)
+    assert not any("reshard_after_forward" in each.text for each in full)
     # What could be gained at most is not told beside what gains it.
     assert not any("the most" in each.how for each in suggest_faster(result))
     forward = wrapped("all_gather", Phase.FORWARD, Category.COMMUNICATION)
@@ -453,6 +456,36 @@ def test_two_stages_of_a_pipeline_are_joined():
     for result in both:
         assert result.account.parts[Part.BUBBLE] > 0.8 * product
         assert result.step_seconds > 9 * product
+        assert [each.rank for each in result.stages] == [0, 1]
+        assert "The stages are uneven" not in describe_time(result)
+
+
+def test_of_uneven_stages_the_slowest_is_named_and_the_mean_is_told():
+    def stage(first):
+        def body(script):
+            peer = 1 if first else 0
+            script.comm("send" if first else "recv", 1 << 20, peer=peer, is_async=False)
+            for _ in range(1 if first else 3):
+                script.product(4096)
+
+        return two_steps(body, world_size=2, rank=0 if first else 1)
+
+    result = predict_time([stage(True), stage(False)], H100)
+    light, heavy = result.stages
+    assert light.flops == result.flops()
+    assert heavy.flops == 3 * light.flops
+    assert result.model_flops == 2 * light.flops
+    assert light.compute_seconds == pytest.approx(result.account.parts[Part.COMPUTE])
+    assert heavy.compute_seconds == pytest.approx(3 * light.compute_seconds, rel=0.02)
+    text = describe_time(result)
+    assert "a rank, the mean of 2 stages" in text
+    assert "The stages are uneven: rank 1 computes for" in text
+
+
+def test_why_a_pipeline_has_no_time():
+    stages = [two_steps(training, world_size=2), Recording(2, 1)]
+    text = describe_time(predict_time(stages, H100, NETWORK))
+    assert text == "No step time: another rank of the pipeline made no optimizer step."
 
 
 def test_predictions_are_equal_on_every_run():
@@ -571,3 +604,36 @@ def test_the_error_to_expect_is_larger_where_the_host_is_near():
     assert alone.error < error_bar(gpu, multi_rank=True).error < near.error
     assert error_bar(gpu, multi_rank=True, near_host=True) == near
     assert "calibrate" in near.source
+
+
+def test_waits_of_like_layers_are_one_row_whatever_each_of_them_took():
+    def wait(layer, cause, seconds=1.0):
+        return {
+            "axis": "dp",
+            "kind": "all_gather",
+            "module": f"GPT.layers.{layer}",
+            "seconds": seconds,
+            "bytes": 8,
+            "count": 1,
+            "cause": cause,
+        }
+
+    behind = "queued behind reduce_scatter of GPT.layers.{} on the same communicator"
+    rows = exposed_by_layers(
+        [
+            wait(0, behind.format(1)),
+            wait(1, behind.format(2)),
+            wait(
+                2, "longer (3.00 ms) than the computation that it overlaps with (1 ms)"
+            ),
+            wait(5, behind.format(6)),
+        ]
+    )
+    assert [(row["module"], row["count"], row["cause"]) for row in rows] == [
+        ("GPT.layers.[0-1,5]", 3, behind.format("*")),
+        (
+            "GPT.layers.2",
+            1,
+            "longer (3.00 ms) than the computation that it overlaps with (1 ms)",
+        ),
+    ]

@@ -11,10 +11,22 @@ def without_numbers(path: str) -> tuple[str, Numbers]:
 
     >>> without_numbers("GPT.layers.3.mlp")
     ('GPT.layers.#.mlp', ((3,),))
+
+    One of several modules of a class that no other module calls has its number behind it:
+
+    >>> without_numbers("Block#3.mlp")
+    ('Block#.mlp', ((3,),))
     """
-    words = path.split(".")
-    numbers = tuple((int(word),) for word in words if word.isdecimal())
-    return ".".join("#" if word.isdecimal() else word for word in words), numbers
+    words, numbers = [], []
+    for word in path.split("."):
+        name, mark, number = (
+            ("", "#", word) if word.isdecimal() else word.rpartition("#")
+        )
+        is_numbered = bool(mark) and number.isdecimal()
+        words.append(f"{name}#" if is_numbered else word)
+        if is_numbered:
+            numbers.append((int(number),))
+    return ".".join(words), tuple(numbers)
 
 
 def united(one: Numbers, other: Numbers) -> Numbers:
@@ -36,14 +48,16 @@ def with_numbers(path: str, numbers: Numbers) -> str:
 
     >>> with_numbers("GPT.layers.#.mlp", ((0, 1, 3),))
     'GPT.layers.[0-1,3].mlp'
+    >>> with_numbers("Block#.mlp", ((2, 3),))
+    'Block#[2-3].mlp'
     """
     rest = iter(numbers)
     words = []
     for word in path.split("."):
-        if word == "#":
+        if word.endswith("#"):
             found = next(rest, ())
-            text = ranges(found)
-            words.append(f"[{text}]" if len(found) > 1 else text or "#")
+            text = f"[{ranges(found)}]" if len(found) > 1 else ranges(found)
+            words.append(text or word if word == "#" else word + text)
         else:
             words.append(word)
     return ".".join(words)

@@ -1,5 +1,6 @@
 """A prediction: every view has data, but for what the command left out."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,7 +117,18 @@ def _memory_sentence(document: Document) -> str:
         )
         if failure.get("operator"):
             text += f" ({failure['operator']})"
-    return text + "."
+    return f"{text}.{_of_worst_stage(document)}"
+
+
+def _of_worst_stage(document: Document) -> str:
+    """Of a pipeline, another stage may need more."""
+    stages = document.get("stages") or {}
+    known = {rank: each["memory"] for rank, each in stages.items() if each["memory"]}
+    rank = min(known, key=lambda each: known[each]["margin_bytes"], default=None)
+    if rank is None or int(rank) == document.get("rank", 0):
+        return ""
+    needs = format_bytes(known[rank]["device_peak_bytes"])
+    return f" Rank {rank}, another stage of the pipeline, needs the most: {needs}."
 
 
 def _figures(document: Document) -> list[dict[str, Any]]:
@@ -165,14 +177,19 @@ def _step(document: Document) -> View | None:
     if busy:
         hidden = max(0.0, busy - (document.get("exposed_seconds") or 0))
         note = (
-            f"Communicators are busy for {_ms(busy)}, of which {_ms(hidden)} are hidden "
-            "behind computation or each other."
+            f"Communicators are busy for {_time(busy)}, of which {_time(hidden)} are "
+            "hidden behind computation or each other."
         )
     return {"parts": parts, "total": total, "note": note}
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+def _time(seconds: float) -> str:
+    """Seconds as the page writes them.
+
+    >>> _time(0.0123), _time(13.27)
+    ('12.3 ms', '13.27 s')
+    """
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 def _causes(document: Document) -> View | None:
@@ -206,24 +223,38 @@ def exposed_by_layers(exposed: list[dict[str, Any]]) -> list[dict[str, Any]]:
     numbers: dict[tuple[Any, ...], Numbers] = {}
     for entry in exposed:
         path, found = without_numbers(entry["module"] or "")
-        key = (path, entry["kind"], entry["axis"], entry.get("cause"))
+        cause = entry.get("cause")
+        key = (path, entry["kind"], entry["axis"], cause and _in_general(cause))
         row = sums.setdefault(
             key,
             {
                 "kind": entry["kind"],
                 "axis": entry["axis"],
-                "cause": entry.get("cause"),
+                "cause": cause,
                 "seconds": 0.0,
                 "bytes": 0,
                 "count": 0,
             },
         )
+        if cause != row["cause"]:
+            row["cause"] = _in_general(row["cause"])
         row["seconds"] += entry["seconds"]
         row["bytes"] += entry.get("bytes") or 0
         row["count"] += entry.get("count") or 1
         numbers[key] = united(numbers.get(key, ()), found)
         row["module"] = with_numbers(path, numbers[key])
     return sorted(sums.values(), key=lambda row: -float(row["seconds"]))
+
+
+def _in_general(cause: str) -> str:
+    """What is the same of like layers: without times, and numbers of modules.
+
+    >>> _in_general("queued behind send of GPT.layers.3.mlp on the same communicator")
+    'queued behind send of GPT.layers.*.mlp on the same communicator'
+    >>> _in_general("longer (3.1 ms) than the computation that it overlaps with (1 ms)")
+    'longer than the computation that it overlaps with'
+    """
+    return re.sub(r"\.\d+\b", ".*", re.sub(r" \([^)]*\)", "", cause))
 
 
 def _tables(document: Document) -> list[View]:
