@@ -805,6 +805,35 @@ def autocast_state() -> tuple[Any, ...]:
     )
 
 
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels ``scaled_dot_product_attention`` may choose when it is called."""
+    allowed: Any = torch.backends.cuda
+    return (
+        allowed.flash_sdp_enabled(),
+        allowed.mem_efficient_sdp_enabled(),
+        allowed.math_sdp_enabled(),
+        allowed.cudnn_sdp_enabled(),
+    )
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The modes that see functions of torch: their classes, and plain data in them.
+
+    ``torch.set_default_device`` and ``with torch.device(...)`` are such modes.
+    """
+    count = torch._C._len_torch_function_stack()
+    return tuple(_mode_fact(torch._C._get_function_stack_at(n)) for n in range(count))
+
+
+def _mode_fact(mode: Any) -> tuple[Any, ...]:
+    plain = (bool, int, float, str, torch.device, torch.dtype)
+    own = sorted(vars(mode).items())
+    return (
+        type(mode),
+        *((key, str(value)) for key, value in own if isinstance(value, plain)),
+    )
+
+
 def sum_over(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of a tensor over the ranks of a group, as two traceable operators."""
     started = torch.ops._c10d_functional.all_reduce.default(

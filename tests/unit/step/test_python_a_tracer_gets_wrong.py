@@ -6,12 +6,15 @@ refused with a text, or it is stale. What is stale without shadow steps is an er
 them. docs/what_a_step_may_do.md is this table in words.
 """
 
+import array
 import collections
+import contextlib
 import contextvars
 import dataclasses
 import functools
 import itertools
 import logging
+import multiprocessing
 import os
 import pathlib
 import random
@@ -26,6 +29,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from torchspmd.errors import CaptureError, CaptureWarning, ShadowError
 from torchspmd.step import compile
@@ -400,6 +404,173 @@ def hook_of_all_optimizers():
     return World(train, change=change)
 
 
+def read_by_a_hook(register):
+    """A hook that reads a number, which changes between calls."""
+
+    def make():
+        model, config = nn.Linear(4, 4), Config()
+
+        def change(number):
+            config.scale = halved(number)
+
+        register(model, config)
+        return World(train, change=change, model=model)
+
+    return make
+
+
+def scales_output(model, config):
+    model.register_forward_hook(lambda module, args, output: output * config.scale)
+
+
+def scales_gradient(model, config):
+    model.weight.register_hook(lambda gradient: gradient * config.scale)
+
+
+class Scales:
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(self, module, args):
+        return (args[0] * self.config.scale,)
+
+
+def scales_input(model, config):
+    model.register_forward_pre_hook(Scales(config))
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer with a number of its own beside its groups."""
+
+    scale = 1.0
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.01 * self.scale)
+
+
+def attribute_of_an_optimizer():
+    model = nn.Linear(4, 4)
+    optim = Scaled(model.parameters())
+    optim.scale = 1.0
+
+    def step(model, _, batch, optim):
+        return train(model, optim, batch)
+
+    def change(number):
+        optim.scale = halved(number)
+
+    return World(step, (optim,), change, model=model)
+
+
+def hook_of_an_optimizer():
+    model, config = nn.Linear(4, 4), Config()
+    optim = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def halve(optim, args, kwargs):
+        optim.param_groups[0]["params"][0].grad.mul_(config.scale)
+
+    optim.register_step_pre_hook(halve)
+
+    def step(model, _, batch, optim):
+        return train(model, optim, batch)
+
+    def change(number):
+        config.scale = halved(number)
+
+    return World(step, (optim,), change, model=model)
+
+
+def scheduler(read):
+    def make():
+        optim = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
+
+        def step(model, optim, batch):
+            return train(model, optim, batch, read(schedule))
+
+        def change(number):
+            if number:
+                optim.step()
+                schedule.step()
+
+        return World(step, change=change)
+
+    return make
+
+
+def held_by(holder, read, write):
+    """A number that an object of Python's own library holds."""
+
+    def make():
+        held = holder()
+
+        def step(model, optim, batch):
+            return train(model, optim, batch, read(held))
+
+        return World(step, change=lambda number: write(held, halved(number)))
+
+    return make
+
+
+def set_item(held, value):
+    held[0] = value
+
+
+def set_value(held, value):
+    held.value = value
+
+
+def set_or_clear(held, value):
+    if value == 1.0:
+        held.clear()
+    else:
+        held.set()
+
+
+class HasConfig(nn.Linear):
+    """A classifier of many classes, whose config names each of them."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.config = types.SimpleNamespace(zeta=1.0)
+        self.config.names = {number: str(number) for number in range(3000)}
+
+    def forward(self, x):
+        return super().forward(x) * self.config.zeta
+
+
+def beside_a_long_table():
+    model = HasConfig()
+
+    def change(number):
+        model.config.zeta = halved(number)
+
+    return World(train, change=change, model=model)
+
+
+class HalvesTanh(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        return found * 0.5 if func is torch.tanh else found
+
+
+def mode_of_torch_functions():
+    mode = contextlib.ExitStack()
+
+    def step(model, optim, batch):
+        return train(model, optim, torch.tanh(batch))
+
+    def change(number):
+        if number == 2:
+            mode.enter_context(HalvesTanh())
+        elif number == 4:
+            mode.close()
+
+    return World(step, change=change)
+
+
 def float_argument():
     numbers = [1.0]
 
@@ -595,6 +766,12 @@ def drawn_by_torch():
     return World(step, (generator,), left=lambda: generator.get_state().tolist())
 
 
+def hook_that_counts():
+    model, calls = nn.Linear(4, 4), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    return World(train, model=model, left=lambda: len(calls))
+
+
 class Lazy(nn.Linear):
     cache = None
 
@@ -703,12 +880,6 @@ def deep_data():
         inner["scale"] = halved(number)
 
     return World(step, change=change)
-
-
-def hook_that_counts():
-    model, calls = nn.Linear(4, 4), []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    return World(train, model=model, left=lambda: len(calls))
 
 
 def file_that_is_read():
@@ -835,6 +1006,46 @@ ROWS = {
     "a variable of a thread": Row(variable_of_a_thread, programs=3),
     "a hook of all modules": Row(hook_of_all_modules, programs=2),
     "a hook of all optimizers": Row(hook_of_all_optimizers, programs=2),
+    "what a forward hook reads": Row(read_by_a_hook(scales_output), programs=3),
+    "what a hook keeps": Row(read_by_a_hook(scales_input), programs=3),
+    "what a gradient hook reads": Row(read_by_a_hook(scales_gradient), programs=3),
+    "what a hook of an optimizer reads": Row(hook_of_an_optimizer, programs=3),
+    "an attribute of an optimizer": Row(attribute_of_an_optimizer, programs=3),
+    "scheduler.get_last_lr()": Row(
+        scheduler(lambda schedule: schedule.get_last_lr()[0]), programs=3
+    ),
+    "scheduler.last_epoch": Row(
+        scheduler(lambda schedule: 0.5 if schedule.last_epoch > 2 else 1.0), programs=5
+    ),
+    "a threading.Event": Row(
+        held_by(threading.Event, lambda e: 0.5 if e.is_set() else 1.0, set_or_clear),
+        programs=2,
+    ),
+    "a UserList": Row(
+        held_by(lambda: collections.UserList([1.0]), lambda held: held[0], set_item),
+        programs=3,
+    ),
+    "a ChainMap": Row(
+        held_by(lambda: collections.ChainMap({0: 1.0}), lambda m: m[0], set_item),
+        programs=3,
+    ),
+    "an array.array": Row(
+        held_by(lambda: array.array("d", [1.0]), lambda a: a[0], set_item), programs=3
+    ),
+    "a bytearray": Row(
+        held_by(
+            lambda: bytearray(b"2"),
+            float,
+            lambda b, value: set_item(b, ord("2") if value == 1.0 else ord("1")),
+        ),
+        programs=2,
+    ),
+    "a multiprocessing.Value": Row(
+        held_by(lambda: multiprocessing.Value("d", 1.0), lambda v: v.value, set_value),
+        programs=3,
+    ),
+    "a number beside a long table": Row(beside_a_long_table, programs=3),
+    "a mode of torch functions": Row(mode_of_torch_functions, programs=2),
     "a float argument": Row(float_argument),
     "counters that the step does not read": Row(counted_beside),
     "a counter in a buffer": Row(counted_in_a_buffer),
@@ -866,6 +1077,10 @@ ROWS = {
         random_argument(lambda: random.Random(0)), "the state of args[3]"
     ),
     "numpy Generator of a module": Row(random_of_a_module, "the state of Noisy.rng"),
+    "a hook that counts": Row(
+        hook_that_counts,
+        "calls around hook hook_that_counts.<locals>.<lambda> of Linear",
+    ),
     "an iterator": Row(iterator_argument, "args[3]: an iterator"),
     "a generator around the step": Row(
         generator_around_the_step, "numbers around step: an iterator"
@@ -885,9 +1100,6 @@ ROWS = {
     "a file": Row(file_that_is_read, STALE, shadow="since call 3"),
     "an object of an installed package": Row(
         object_of_a_package, STALE, shadow="since call 3"
-    ),
-    "a hook that counts": Row(
-        hook_that_counts, STALE, shadow="calls around <lambda>: its items"
     ),
     "isinstance(p, nn.Parameter)": Row(
         by_parameter(lambda p, held: 0.5 if isinstance(p, nn.Parameter) else 1.0)

@@ -1,10 +1,12 @@
 """The signature of a call: all that a program took for granted, as one comparable value."""
 
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
@@ -18,6 +20,7 @@ from torchspmd.step.capture.python_values import (
     Walk,
     simple_fact,
 )
+from torchspmd.step.capture.user_code import is_users_function
 
 # Each guarded fact by its name. Two calls may share a program when all facts are equal.
 Signature: TypeAlias = tuple[tuple[str, Any], ...]
@@ -50,25 +53,6 @@ def walk_arguments(inventory: Inventory) -> Walk:
     """A walk through the objects among the arguments."""
     walk = _begin_walk(inventory)
     for _ in _constant_facts(inventory, walk):
-        pass
-    return walk
-
-
-def walk_hooks(inventory: Inventory) -> Walk:
-    """A walk through what the user's hooks can reach; guards do not compare it."""
-    walk = _begin_walk(inventory)
-    holders: list[tuple[Any, tuple[str, ...]]] = [
-        *((child, _torch.HOOK_TABLES) for _, child in inventory.named_modules()),
-        *((o, _torch.OPTIMIZER_HOOK_TABLES) for _, o in inventory.optimizers),
-        *((slot.tensor, _torch.GRADIENT_HOOK_TABLES) for slot in inventory.slots),
-    ]
-    hooks = [
-        hook
-        for holder, tables in holders
-        for _, _, hook in _torch.hooks_of(holder, tables)
-        if not is_of_step(hook)
-    ]
-    for _ in walk.reached_from(*hooks):
         pass
     return walk
 
@@ -108,10 +92,34 @@ def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
     """Arguments that are no tensors, modules, and all that the step's code can reach."""
     yield from _constant_facts(inventory, walk)
     yield from _module_facts(inventory, walk)
-    for _, optimizer in inventory.optimizers:
+    for name, optimizer in inventory.optimizers:
         walk.add_class(type(optimizer))
+        for key, value in own_attributes(optimizer).items():
+            yield from walk.whole(f"{name}.{key}", value)
     step = inventory.function
-    yield from walk.reached_from(*(() if step is None else (step,)))
+    functions = () if step is None else (step,)
+    yield from walk.reached_from(*functions, hooks=_named_hooks(inventory))
+
+
+def _named_hooks(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    """The user's hooks that run in a step, by name; which there are is guarded apart."""
+    holders: list[tuple[str, Any, tuple[str, ...]]] = [
+        *((path, each, _torch.HOOK_TABLES) for path, each in inventory.named_modules()),
+        *((n, each, _torch.OPTIMIZER_HOOK_TABLES) for n, each in inventory.optimizers),
+        *(
+            (slot.name, slot.tensor, _torch.GRADIENT_HOOK_TABLES)
+            for slot in inventory.slots
+            if slot.role is Role.PARAMETER
+        ),
+    ]
+    for path, holder, tables in holders:
+        for _, _, hook in _torch.hooks_of(holder, tables):
+            if not isinstance(hook, FunctionType) or is_users_function(hook):
+                if not is_of_step(hook):
+                    yield f"hook {name_of_hook(hook)} of {path}", hook
+    for hook in _torch.global_hooks().values():
+        if not isinstance(hook, FunctionType) or is_users_function(hook):
+            yield f"hook {name_of_hook(hook)}", hook
 
 
 def explain_difference(old: Signature, new: Signature) -> list[str]:
@@ -156,7 +164,9 @@ def ambient_facts() -> Iterator[tuple[str, Any]]:
     yield "gradients enabled", torch.is_grad_enabled()
     yield "default dtype", torch.get_default_dtype()
     yield "autocast", _torch.autocast_state()
-    yield "hooks of all modules and optimizers", _torch.global_hook_keys()
+    yield "hooks of all modules and optimizers", tuple(_torch.global_hooks())
+    yield "modes of torch functions", _torch.function_modes()
+    yield "kernels of attention", _torch.attention_kernels()
 
 
 class TensorFact(NamedTuple):
@@ -266,7 +276,7 @@ def _attribute_facts(
 ) -> Iterator[tuple[str, Any]]:
     walk.add_class(type(module))
     simple: list[Any] = [type(module)]
-    for key, value in sorted(_own_attributes(module).items()):
+    for key, value in sorted(_without_wrappers(module).items()):
         if (fact := simple_fact(value)) is not None:
             walk.add_function(f"{path}.{key}", value)
             simple.append((key, fact))
@@ -275,9 +285,24 @@ def _attribute_facts(
     yield path, tuple(simple)
 
 
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, without what stands there while an update is pending."""
-    own = {key: _look_through(value) for key, value in vars(module).items()}
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer of the user's own keeps beside its groups and states."""
+    return {
+        key: value
+        for key, value in sorted(_without_wrappers(optimizer).items())
+        if key not in _torch.OPTIMIZER_TABLES and not _is_method_of_torch(value)
+    }
+
+
+def _is_method_of_torch(value: Any) -> bool:
+    """Whether it is a method that torch has put there, as a scheduler does."""
+    function = getattr(value, "__func__", value)
+    return isinstance(function, FunctionType) and not is_users_function(function)
+
+
+def _without_wrappers(owner: nn.Module | Optimizer) -> dict[str, Any]:
+    """An object's attributes, without what stands there while an update is pending."""
+    own = {key: _look_through(value) for key, value in vars(owner).items()}
     return {key: value for key, value in own.items() if value is not _NOTHING}
 
 

@@ -10,17 +10,20 @@ a graph, or refused by it.
 """
 
 import argparse
+import ctypes
 import functools
 import itertools
 import sys
 import threading
 import weakref
-from collections import deque
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from io import IOBase
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -35,6 +38,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchspmd.step.capture import snapshots
 from torchspmd.step.capture.user_code import (
@@ -136,7 +140,17 @@ def _fact_of_whole(value: Any) -> Fact:
 
 # Their objects keep books (caches, counters) that say nothing about a step.
 _CLOSED = frozenset({"torch", "torchspmd", "numpy", *sys.stdlib_module_names})
-_OPEN = (SimpleNamespace, argparse.Namespace, threading.local)
+_OPEN = (
+    *(SimpleNamespace, argparse.Namespace, threading.local, threading.Event),
+    *(UserDict, UserList, ChainMap, SynchronizedBase),
+)
+_BUFFERS = (
+    bytearray,
+    array,
+    ctypes.Array,
+    ctypes.Structure,
+    type(ctypes.c_int()).__base__,
+)
 # Tables of tensors and hooks, which are guarded elsewhere or say nothing about a step.
 BOOKS_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _TABLES = (dict, MappingProxyType)
@@ -191,6 +205,10 @@ def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
         skipped = BOOKS_OF_MODULES - {"_modules"}
     for key in sorted(found.keys() - skipped):
         yield f".{key}", found[key]
+
+
+def _has_parts(part: tuple[str, Any]) -> bool:
+    return simple_fact(part[1]) is None
 
 
 def _key_text(key: Any) -> str:
@@ -308,6 +326,7 @@ class Walk:
         self._globals: set[tuple[int, str]] = set()
         self._names: set[str] = set(CALLED_BY_TORCH)  # of attributes, in their code
         self._is_open = False  # whether attributes are read by names that are computed
+        self._is_of_hook = False  # whether it is a hook whose code is read
         self._made: set[type] = set()  # classes that the step may make objects of
         self._objects: list[_Named] = []
         self._taken: dict[tuple[int, type], snapshots.Snapshot] = {}
@@ -326,10 +345,26 @@ class Walk:
         """What is guarded about a value and all that is in it."""
         return self._begin(path, value, is_named=False)
 
-    def reached_from(self, *functions: Callable[..., Any]) -> Iterator[NamedFact]:
-        """What is guarded about all that the code of functions can read."""
+    def reached_from(
+        self, *functions: Callable[..., Any], hooks: Iterable[tuple[str, Any]] = ()
+    ) -> Iterator[NamedFact]:
+        """What is guarded about all that the code of functions can read.
+
+        Args:
+            functions: The step.
+            hooks: What modules, optimizers and gradients call on the way, by name.
+        """
         for function in functions:
             yield from self._start(function)
+        yield from self._follow()
+        self._is_of_hook = True
+        for path, hook in hooks:
+            yield from self._begin(path, hook, is_named=True)
+        yield from self._follow()
+        self._hold_objects()
+
+    def _follow(self) -> Iterator[NamedFact]:
+        """Read the code of all functions that were found, until there is no more."""
         size = None
         while size != (size := self._size()):
             for name, found in list(self._functions.values()):
@@ -339,7 +374,6 @@ class Walk:
             self._add_methods()
             for each in list(self._objects):
                 yield from self._named_attributes(each)
-        self._hold_objects()
 
     def add_class(self, kind: type) -> None:
         """Note a class and its bases, as far as they are the user's."""
@@ -448,6 +482,13 @@ class Walk:
         if any(each.__module__ == "numpy" for each in kind.__mro__):
             yield path, self._array(path, value)
             return
+        if isinstance(value, _BUFFERS):
+            yield path, self._buffer(path, value)
+            return
+        if isinstance(value, LRScheduler):  # it counts steps, which few steps read
+            self._objects.append(_Named(path, value, depth))
+            yield path, Fact((kind, Same(value)))
+            return
         is_module = isinstance(value, nn.Module)
         if not is_module and not _is_closed(kind) and holds_model(value):
             self.beyond.append(f"{path} (it holds a model: by identity)")
@@ -469,7 +510,9 @@ class Walk:
         *,
         is_named: bool,
     ) -> Iterator[NamedFact]:
-        for key, item in parts:
+        # What has parts itself comes last: one long table must not hide what is beside it.
+        first = list(itertools.islice(parts, max(self._left, 0) + 1))
+        for key, item in sorted(first, key=_has_parts):
             if self._left <= 0:
                 yield path, self._stop(path, kind)
                 return
@@ -498,6 +541,13 @@ class Walk:
         if not is_small:
             return self._stop(path, type(value))
         return Fact((type(value), (str(value.dtype), value.shape, value.tobytes())))
+
+    def _buffer(self, path: str, value: Any) -> Fact:
+        """Memory of Python's own library: what is in it, where that is little."""
+        if memoryview(value).nbytes > _MAX_ARRAY_BYTES:
+            return self._stop(path, type(value))
+        self._hold(value, snapshots.Buffer(path, value))
+        return Fact((type(value), bytes(memoryview(value))))
 
     def _hold_attributes(self, path: str, value: Any) -> None:
         self.add_class(type(value))
@@ -549,10 +599,17 @@ class Walk:
         self._is_open = self._is_open or names.is_open
         yield f"code of {name}", Fact((FunctionType, code))
         found: list[tuple[str, Any]] = []
-        if cells := function.__closure__:
-            self._hold(function, snapshots.Cells(name, code.co_freevars, cells))
-            for variable, cell in zip(code.co_freevars, cells, strict=True):
-                found.append((f"{variable} around {name}", snapshots.contents_of(cell)))
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        for variable, cell in cells.items():
+            found.append((f"{variable} around {name}", snapshots.contents_of(cell)))
+        if self._is_of_hook:  # the hook of a model must not keep it alive
+            cells = {
+                variable: cell
+                for variable, cell in cells.items()
+                if id(snapshots.contents_of(cell)) not in self._known
+            }
+        if cells:
+            self._hold(function, snapshots.Cells(name, cells))
         if variables := sorted(names.globals):
             file = f"global {function.__module__}"
             values = snapshots.Attributes(file, None, table=table, names=variables)

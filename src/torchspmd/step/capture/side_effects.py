@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.layout.retired import is_retired
-from torchspmd.step.capture.guards import ambient_facts, walk_data, walk_hooks
+from torchspmd.step.capture.guards import ambient_facts, walk_data
 from torchspmd.step.capture.inventory import Counter, CountersError, Inventory, Role
 from torchspmd.step.capture.python_values import parts_of
 from torchspmd.step.capture.refusals import noting_refusals
@@ -334,11 +334,6 @@ _TABLES = ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight
 def watch_python(inventory: Inventory) -> list[Watched]:
     """All that a step could change in Python, as it is now."""
     return list(_watched_in(inventory))
-
-
-def watch_hooks(inventory: Inventory) -> list[Watched]:
-    """All that the user's hooks could change in Python, as it is now."""
-    return [Watched(each, Fix.OBJECT) for each in walk_hooks(inventory).taken]
 
 
 def undo_python(watched: list[Watched]) -> list[str]:

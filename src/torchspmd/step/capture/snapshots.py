@@ -276,10 +276,8 @@ class Cells(Attributes):
 
     __slots__ = ()
 
-    def __init__(
-        self, path: str, names: Sequence[str], cells: Sequence[CellType]
-    ) -> None:
-        super().__init__(path, dict(zip(names, cells, strict=True)))
+    def __init__(self, path: str, cells: Mapping[str, CellType]) -> None:
+        super().__init__(path, cells)
 
     def _read(self) -> Mapping[str, Any]:
         found = ((name, contents_of(cell)) for name, cell in self._holder.items())
@@ -347,6 +345,29 @@ class Array(Snapshot):
     def put(self, key: Any, value: Any) -> None:
         """Fill it with other values."""
         self._array[...] = value
+
+
+class Buffer(Snapshot):
+    """Memory of Python's own library: a bytearray, an array, a number of ctypes."""
+
+    __slots__ = ("_before", "_buffer", "_path")
+
+    def __init__(self, path: str, buffer: Any) -> None:
+        self._path, self._buffer = path, buffer
+        self._before = bytes(memoryview(buffer))
+
+    def holds(self) -> bool:
+        """Whether it has the same bytes."""
+        return bytes(memoryview(self._buffer)) == self._before
+
+    def differences(self) -> Iterator[Difference]:
+        """Its bytes, as a whole."""
+        if not self.holds():
+            yield Difference(self._path, None, self._before, self._buffer)
+
+    def put(self, key: Any, value: Any) -> None:
+        """Fill it with other bytes."""
+        memoryview(self._buffer).cast("B")[:] = value
 
 
 class RandomState(Snapshot):

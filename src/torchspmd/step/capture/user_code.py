@@ -23,6 +23,8 @@ _BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "attrgetter"})
 _ALL_AT_ONCE = frozenset({"vars", "__dict__", "asdict", "astuple", "__getattribute__"})
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _ATTRIBUTES = ("ATTR", "METHOD")  # how the names of such instructions end
+# Attributes that a method of torch's own reads, where the step may have such an object.
+_BEHIND = {"get_last_lr": "_last_lr"}
 # What torch calls by itself: a module's forward, an autograd function's backward.
 CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context"})
 
@@ -55,6 +57,7 @@ def names_in(code: CodeType) -> Names:
             attributes.add(each.argval)
         is_formatting = is_formatting or each.opname == "BUILD_STRING"
     texts = {each for each in code.co_consts if isinstance(each, str)}
+    attributes |= {_BEHIND[each] for each in attributes & _BEHIND.keys()}
     is_by_text = not _BY_TEXT.isdisjoint(variables | attributes)
     if is_by_text:
         attributes |= texts

@@ -24,7 +24,6 @@ from torchspmd.step.capture.outputs import (
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.side_effects import (
     undo_python,
-    watch_hooks,
     watch_python,
 )
 from torchspmd.step.capture.snapshots import MISSING
@@ -243,7 +242,7 @@ def run_eagerly(
         _perturb(copies)
     generators = Generators(inventory)
     found = Eager()
-    watched = [*watch_python(inventory), *watch_hooks(inventory)]
+    watched = watch_python(inventory)
     talk = _Talk(mode.mesh if communicates else None)
     try:
         with (
