@@ -398,6 +398,15 @@ def test_function_modes():
     assert _torch.function_modes() == ()
 
 
+def test_saved_tensor_hooks():
+    assert _torch.saved_tensor_hooks() == ()
+    with torch.autograd.graph.save_on_cpu():
+        pack, unpack = _torch.saved_tensor_hooks()
+        assert pack.co_name == "pack_to_cpu"
+        assert unpack.co_name == "unpack_from_cpu"
+    assert _torch.saved_tensor_hooks() == ()
+
+
 def test_optimizer_tables():
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.ASGD):
         optim = kind([torch.nn.Parameter(torch.zeros(1))])

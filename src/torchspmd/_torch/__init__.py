@@ -57,6 +57,7 @@ from torchspmd._torch.capture import plain_tensor as plain_tensor
 from torchspmd._torch.capture import propagate_shapes as propagate_shapes
 from torchspmd._torch.capture import renew_flat_weights as renew_flat_weights
 from torchspmd._torch.capture import rnn_layer as rnn_layer
+from torchspmd._torch.capture import saved_tensor_hooks as saved_tensor_hooks
 from torchspmd._torch.capture import scaler_facts as scaler_facts
 from torchspmd._torch.capture import scaler_tensors as scaler_tensors
 from torchspmd._torch.capture import shape_mode as shape_mode

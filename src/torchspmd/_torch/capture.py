@@ -825,6 +825,12 @@ def function_modes() -> tuple[Any, ...]:
     return tuple(_mode_fact(torch._C._get_function_stack_at(n)) for n in range(count))
 
 
+def saved_tensor_hooks() -> tuple[Any, ...]:
+    """The code of the innermost hooks on tensors that are saved for backward."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return tuple(getattr(each, "__code__", type(each)) for each in found or ())
+
+
 def _mode_fact(mode: Any) -> tuple[Any, ...]:
     plain = (bool, int, float, str, torch.device, torch.dtype)
     own = sorted(vars(mode).items())

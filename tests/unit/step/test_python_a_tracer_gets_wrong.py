@@ -18,9 +18,11 @@ import multiprocessing
 import os
 import pathlib
 import random
+import sys
 import sysconfig
 import tempfile
 import threading
+import time
 import types
 import weakref
 
@@ -527,6 +529,97 @@ def set_or_clear(held, value):
         held.clear()
     else:
         held.set()
+
+
+@torch.no_grad()
+def scale_without_gradients():
+    return SCALE
+
+
+@functools.singledispatch
+def scale_of(value):
+    return 1.0
+
+
+@scale_of.register
+def _(value: torch.Tensor):
+    return SCALE
+
+
+@contextlib.contextmanager
+def scaled():
+    yield SCALE
+
+
+def scale_in_a_context():
+    with scaled() as found:
+        return found
+
+
+def decorated_by_a_library(read):
+    """A function of the user's own, behind a decorator of torch or of Python's library."""
+
+    def make():
+        def step(model, optim, batch):
+            return train(model, optim, batch, read(batch))
+
+        def change(number):
+            global SCALE  # noqa: PLW0603
+            SCALE = halved(number)
+
+        change(0)
+        return World(step, change=change)
+
+    return make
+
+
+class Kinds(type):
+    scale = 1.0
+
+
+class OfAKind(metaclass=Kinds):
+    pass
+
+
+def attribute_of_a_metaclass():
+    def step(model, optim, batch):
+        return train(model, optim, batch, OfAKind.scale)
+
+    def change(number):
+        Kinds.scale = halved(number)
+
+    return World(step, change=change)
+
+
+def imported_in_the_step():
+    sys.modules["settings_of_the_user"] = SETTINGS
+
+    def step(model, optim, batch):
+        from settings_of_the_user import scale
+
+        return train(model, optim, batch, scale)
+
+    def change(number):
+        SETTINGS.scale = halved(number)
+
+    change(0)
+    return World(step, change=change)
+
+
+def hooks_on_saved_tensors():
+    mode = contextlib.ExitStack()
+
+    def change(number):
+        if number == 2:
+            mode.enter_context(
+                torch.autograd.graph.saved_tensors_hooks(
+                    lambda saved: saved * 0.5, lambda saved: saved
+                )
+            )
+        elif number == 4:
+            mode.close()
+
+    return World(train, change=change)
 
 
 class HasConfig(nn.Linear):
@@ -1045,6 +1138,18 @@ ROWS = {
         programs=3,
     ),
     "a number beside a long table": Row(beside_a_long_table, programs=3),
+    "a global of a helper under no_grad": Row(
+        decorated_by_a_library(lambda batch: scale_without_gradients()), programs=3
+    ),
+    "a global of a context manager": Row(
+        decorated_by_a_library(lambda batch: scale_in_a_context()), programs=3
+    ),
+    "a global of a function chosen by type": Row(
+        decorated_by_a_library(scale_of), programs=3
+    ),
+    "an attribute of a metaclass": Row(attribute_of_a_metaclass, programs=3),
+    "a module that the step imports": Row(imported_in_the_step, programs=3),
+    "hooks on saved tensors": Row(hooks_on_saved_tensors, programs=2),
     "a mode of torch functions": Row(mode_of_torch_functions, programs=2),
     "a float argument": Row(float_argument),
     "counters that the step does not read": Row(counted_beside),
@@ -1279,3 +1384,27 @@ def test_what_is_not_looked_at_is_said():
     _, step = run(ROWS["a list of thousands"], compile(shadow=0))
     assert "numbers around step" in step.explain()
     assert "not guarded" in step.explain()
+
+
+def test_a_step_that_reads_the_clock():
+    start = time.monotonic()
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, 2.0 if time.monotonic() > start else 1.0)
+
+    model = nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(CaptureWarning, match="the step reads the clock") as caught:
+        compile(step)(model, optim, torch.ones(2, 4))
+    (text,) = [str(each.message) for each in caught]
+    assert "if time.monotonic() > start else 1.0" in text
+    assert "Read the clock where the step is called, and pass what depends" in text
+
+
+def test_anomaly_detection_that_comes_later():
+    model = nn.Linear(4, 4)
+    optim, step = torch.optim.SGD(model.parameters(), lr=0.1), compile(train)
+    step(model, optim, torch.ones(2, 4))
+    with torch.autograd.set_detect_anomaly(True):
+        with pytest.raises(CaptureError, match="anomaly detection reads every"):
+            step(model, optim, torch.ones(2, 4))

@@ -20,7 +20,7 @@ from torchspmd.step.capture.python_values import (
     Walk,
     simple_fact,
 )
-from torchspmd.step.capture.user_code import is_users_function
+from torchspmd.step.capture.user_code import is_users_function, users_functions_in
 
 # Each guarded fact by its name. Two calls may share a program when all facts are equal.
 Signature: TypeAlias = tuple[tuple[str, Any], ...]
@@ -114,12 +114,18 @@ def _named_hooks(inventory: Inventory) -> Iterator[tuple[str, Any]]:
     ]
     for path, holder, tables in holders:
         for _, _, hook in _torch.hooks_of(holder, tables):
-            if not isinstance(hook, FunctionType) or is_users_function(hook):
-                if not is_of_step(hook):
-                    yield f"hook {name_of_hook(hook)} of {path}", hook
+            if not is_of_step(hook):
+                yield from _as_written(f"hook {name_of_hook(hook)} of {path}", hook)
     for hook in _torch.global_hooks().values():
-        if not isinstance(hook, FunctionType) or is_users_function(hook):
-            yield f"hook {name_of_hook(hook)}", hook
+        yield from _as_written(f"hook {name_of_hook(hook)}", hook)
+
+
+def _as_written(path: str, hook: Any) -> Iterator[tuple[str, Any]]:
+    """A hook, or the user's functions in it: a function of a library is not held."""
+    if isinstance(hook, FunctionType):
+        yield from ((path, function) for function in users_functions_in(hook))
+    else:
+        yield path, hook
 
 
 def explain_difference(old: Signature, new: Signature) -> list[str]:
@@ -167,6 +173,9 @@ def ambient_facts() -> Iterator[tuple[str, Any]]:
     yield "hooks of all modules and optimizers", tuple(_torch.global_hooks())
     yield "modes of torch functions", _torch.function_modes()
     yield "kernels of attention", _torch.attention_kernels()
+    yield "hooks on saved tensors", _torch.saved_tensor_hooks()
+    looks_for_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    yield "anomaly detection", looks_for_nan
 
 
 class TensorFact(NamedTuple):

@@ -43,11 +43,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchspmd.step.capture import snapshots
 from torchspmd.step.capture.user_code import (
     CALLED_BY_TORCH,
+    imported_module,
     is_users_file,
     is_users_function,
     methods_of,
     names_in,
     unwrapped,
+    users_functions_in,
 )
 
 MAX_LEAVES = 512  # values in each argument and attribute of a module or a class
@@ -383,8 +385,9 @@ class Walk:
 
     def add_function(self, path: str, value: Any) -> None:
         """Note a function, if it is the user's: what its code names can change too."""
-        if is_users_function(value):
-            self._functions.setdefault(id(value), (path, value))
+        if isinstance(value, FunctionType):
+            for function in users_functions_in(value):
+                self._functions.setdefault(id(function), (path, function))
 
     # ------------------------------------------------------------------------
     # Values, by their kind.
@@ -413,6 +416,7 @@ class Walk:
             if is_named and _is_users_class(value):
                 self._made.add(value)
             self.add_class(value)
+            self.add_class(type(value))
             yield path, Fact((type, value))
         elif (simple := simple_fact(value)) is not None:
             self.add_function(path, value)
@@ -618,6 +622,10 @@ class Walk:
                 if variable in table and (id(table), variable) not in self._globals:
                     self._globals.add((id(table), variable))
                     found.append((f"{file}.{variable}", table[variable]))
+        package = table.get("__package__")
+        for level, imported in sorted(names.imports):
+            module = imported_module(level, imported, package)
+            found.append((f"module {imported}", module or snapshots.MISSING))
         for value in filter(None, (function.__defaults__, function.__kwdefaults__)):
             found.append((f"defaults of {name}", value))
         self._objects.append(_Named(name, function, 0))

@@ -10,10 +10,11 @@ import linecache
 import sys
 import sysconfig
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -36,11 +37,13 @@ class Names:
     Attributes:
         globals: Variables of its file.
         attributes: Attributes and methods of any object.
+        imports: Modules that are imported there: how many packages up, and the name.
         is_open: Whether it may read attributes by names that are not written there.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    imports: frozenset[tuple[int, str]]
     is_open: bool
 
 
@@ -49,12 +52,20 @@ def names_in(code: CodeType) -> Names:
     """What a function's code names."""
     variables: set[str] = set()
     attributes: set[str] = set()
+    imports: set[tuple[int, str]] = set()
     is_formatting = False
+    before: deque[Any] = deque(maxlen=2)  # of an import: the level, and what of it
     for each in dis.get_instructions(code):
         if each.opname in _GLOBALS:
             variables.add(each.argval)
         elif each.opname.endswith(_ATTRIBUTES):
             attributes.add(each.argval)
+        elif each.opname == "IMPORT_FROM":
+            attributes.add(each.argval)
+        elif each.opname == "IMPORT_NAME":
+            attributes.update(each.argval.split("."))  # of `import a.b`, a is bound
+            imports.add((before[0], each.argval))
+        before.append(each.argval)
         is_formatting = is_formatting or each.opname == "BUILD_STRING"
     texts = {each for each in code.co_consts if isinstance(each, str)}
     attributes |= {_BEHIND[each] for each in attributes & _BEHIND.keys()}
@@ -68,8 +79,21 @@ def names_in(code: CodeType) -> Names:
             found = names_in(inner)
             variables |= found.globals
             attributes |= found.attributes
+            imports |= found.imports
             is_open = is_open or found.is_open
-    return Names(frozenset(variables), frozenset(attributes), is_open)
+    return Names(
+        frozenset(variables), frozenset(attributes), frozenset(imports), is_open
+    )
+
+
+def imported_module(level: int, name: str, package: str | None) -> ModuleType | None:
+    """The module that an import in a function means, if it is loaded already."""
+    if level:
+        if not package:
+            return None
+        parts = package.split(".")
+        name = ".".join((*parts[: len(parts) - level + 1], *filter(None, (name,))))
+    return sys.modules.get(name)
 
 
 # ----------------------------------------------------------------------------
@@ -95,6 +119,43 @@ def is_users_file(filename: str) -> bool:
 def is_users_function(value: Any) -> bool:
     """Whether a value is a Python function of the user's own."""
     return isinstance(value, FunctionType) and is_users_file(value.__code__.co_filename)
+
+
+_MOST_WRAPPERS = 16  # around one function
+
+
+def users_functions_in(value: Any) -> Iterator[FunctionType]:
+    """The user's function, or those that a decorator of a library keeps in its own.
+
+    >>> @torch.no_grad()
+    ... def evaluate(): ...
+    >>> is_users_function(evaluate), next(users_functions_in(evaluate)).__name__
+    (False, 'evaluate')
+    """
+    waiting, seen = deque([value]), {id(value)}
+    while waiting and len(seen) <= _MOST_WRAPPERS:
+        found = waiting.popleft()
+        if is_users_function(found):
+            yield found
+        elif isinstance(found, FunctionType):
+            for inner in filter(callable, _kept_by(found)):
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    waiting.append(getattr(inner, "__func__", inner))
+
+
+def _kept_by(function: FunctionType) -> Iterator[Any]:
+    """What a function keeps: what it wraps, and what is in the variables around it."""
+    yield getattr(function, "__wrapped__", None)
+    for cell in function.__closure__ or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        if isinstance(held, dict):  # the functions that singledispatch chooses from
+            yield from held.values()
+        else:
+            yield held
 
 
 # ----------------------------------------------------------------------------
