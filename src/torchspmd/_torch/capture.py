@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import logging
 import sys
 import weakref
 from collections import defaultdict
@@ -17,7 +16,10 @@ from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 from torch.utils import _pytree as pytree
 
 from torchspmd._torch.compilation import capturing
-from torchspmd._torch.operators import fused_updates_without_values
+from torchspmd._torch.operators import (
+    failures_not_logged,
+    fused_updates_without_values,
+)
 
 # ----------------------------------------------------------------------------
 # Recurrent layers: their CPU kernel in a graph, and what they hold of their weights.
@@ -382,7 +384,7 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> fx.GraphModule:
 
     with (
         capturing(),
-        _without_logged_failures(),
+        failures_not_logged(),
         _without_constant_values(),
         _quick_powers(),
         _quick_nodes(),
@@ -407,21 +409,6 @@ def _with_cached_casts(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args)
 
     return run
-
-
-@contextlib.contextmanager
-def _without_logged_failures() -> Iterator[None]:
-    """Keep torch from logging the trace of an operator that fails: the error says it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def passes(record: logging.LogRecord) -> bool:
-        return "failed while attempting to run meta" not in str(record.msg)
-
-    logger.addFilter(passes)
-    try:
-        yield
-    finally:
-        logger.removeFilter(passes)
 
 
 @contextlib.contextmanager
