@@ -181,6 +181,44 @@ def test_argument_that_changes_without_a_sign():
     assert "argument args[3] is a bytearray" in text
 
 
+def test_a_step_that_calls_a_compiled_step():
+    inner = compile(plain)
+
+    def outer(model, optim, batch):
+        return inner(model, optim, batch)
+
+    model = nn.Linear(8, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError) as caught:
+        compile(outer)(model, optim, torch.randn(6, 8))
+    text = str(caught.value)
+    assert "a step that is captured calls plain, which is a compiled step" in text
+    assert "return inner(model, optim, batch)" in text
+    assert "plain.__wrapped__" in text
+    inner(model, optim, torch.randn(6, 8))
+
+
+def test_batch_norm_without_momentum():
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, momentum=None))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match="a batch norm with momentum=None averages"):
+        compile(plain)(model, optim, torch.randn(6, 8))
+
+
+def test_packed_sequences():
+    def step(model, optim, batch):
+        loss = model(batch)[0].data.sum()
+        loss.backward()
+        optim.step()
+
+    model = nn.GRU(8, 4, batch_first=True)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    lengths = torch.tensor([3, 2])
+    batch = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 3, 8), lengths, True)
+    with pytest.raises(CaptureError, match="a packed sequence has sizes that depend"):
+        compile(step)(model, optim, batch)
+
+
 def test_input_that_requires_gradients():
     extra = torch.ones(2, requires_grad=True)
     text = refusal(lambda model, optim, batch, extra: None, extra)
