@@ -643,6 +643,18 @@ def beside_a_long_table():
     return World(train, change=change, model=model)
 
 
+def beside_a_long_list():
+    names, weights = [str(number) for number in range(5000)], {"zeta": 1.0}
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, weights["zeta"] * (len(names) - 4999))
+
+    def change(number):
+        weights["zeta"] = halved(number)
+
+    return World(step, change=change)
+
+
 class HalvesTanh(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
@@ -1138,6 +1150,7 @@ ROWS = {
         programs=3,
     ),
     "a number beside a long table": Row(beside_a_long_table, programs=3),
+    "a number beside a long list around the step": Row(beside_a_long_list, programs=3),
     "a global of a helper under no_grad": Row(
         decorated_by_a_library(lambda batch: scale_without_gradients()), programs=3
     ),

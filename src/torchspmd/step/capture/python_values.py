@@ -52,8 +52,8 @@ from torchspmd.step.capture.user_code import (
     users_functions_in,
 )
 
-MAX_LEAVES = 512  # values in each argument and attribute of a module or a class
-MAX_REACHED = 4 * MAX_LEAVES  # values that the step's code reaches, all together
+MAX_LEAVES = 512  # in each argument, attribute of a module, and value that code names
+MAX_REACHED = 32 * MAX_LEAVES  # in values that the step's code names, all together
 MAX_DEPTH = 6
 
 # ----------------------------------------------------------------------------
@@ -395,10 +395,11 @@ class Walk:
     def _begin(
         self, path: str, value: Any, depth: int = 0, *, is_named: bool
     ) -> Iterator[NamedFact]:
-        self._left = self._left_for_code if is_named else MAX_LEAVES
+        allowed = min(MAX_LEAVES, self._left_for_code) if is_named else MAX_LEAVES
+        self._left = allowed
         yield from self._value(path, value, depth, is_named=is_named)
         if is_named:
-            self._left_for_code = self._left
+            self._left_for_code -= allowed - self._left
 
     def _value(
         self, path: str, value: Any, depth: int, *, is_named: bool
