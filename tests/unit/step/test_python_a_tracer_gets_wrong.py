@@ -520,6 +520,10 @@ def set_item(held, value):
     held[0] = value
 
 
+def set_item_700(held, value):
+    held[700] = value
+
+
 def set_value(held, value):
     held.value = value
 
@@ -958,13 +962,13 @@ def raises_later():
 
 
 def large_array():
-    numbers = np.ones(5000)
+    numbers = np.ones(50_000)
 
     def step(model, optim, batch):
         return train(model, optim, batch, float(numbers.mean()))
 
     def change(number):
-        numbers[7] = 5000.0 * number
+        numbers[7] = 50_000.0 * number
 
     return World(step, change=change)
 
@@ -1136,6 +1140,21 @@ ROWS = {
     ),
     "an array.array": Row(
         held_by(lambda: array.array("d", [1.0]), lambda a: a[0], set_item), programs=3
+    ),
+    "a list of 1,000 numbers": Row(
+        held_by(lambda: [1.0] * 1000, lambda held: held[700], set_item_700), programs=3
+    ),
+    "a table of 1,000 numbers": Row(
+        held_by(
+            lambda: dict.fromkeys(range(1000), 1.0),
+            lambda held: held[700],
+            set_item_700,
+        ),
+        programs=3,
+    ),
+    "an array of 1,000 numbers": Row(
+        held_by(lambda: np.ones(1000), lambda held: float(held[700]), set_item_700),
+        programs=3,
     ),
     "a bytearray": Row(
         held_by(

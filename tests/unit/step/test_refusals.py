@@ -177,7 +177,7 @@ def test_gradients_cleared_before_an_error():
 
 
 def test_argument_that_changes_without_a_sign():
-    text = refusal(lambda model, optim, batch, extra: None, bytearray(1 << 13))
+    text = refusal(lambda model, optim, batch, extra: None, bytearray(1 << 17))
     assert "argument args[3] is a bytearray" in text
 
 

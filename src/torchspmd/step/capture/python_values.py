@@ -209,6 +209,15 @@ def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield f".{key}", found[key]
 
 
+def _flat_fact(value: Any) -> Fact | None:
+    """What is guarded about a long list or table of numbers, texts and the like."""
+    if isinstance(value, _BOUND) or not MAX_LEAVES < len(value) <= snapshots.MOST_ITEMS:
+        return None
+    items = (*value, *value.values()) if isinstance(value, _TABLES) else tuple(value)
+    facts = tuple(map(simple_fact, items))
+    return None if None in facts else Fact((type(value), facts))
+
+
 def _has_parts(part: tuple[str, Any]) -> bool:
     return simple_fact(part[1]) is None
 
@@ -281,7 +290,7 @@ def _is_users_object(value: Any) -> bool:
 # ----------------------------------------------------------------------------
 # The walk.
 
-_MAX_ARRAY_BYTES = 4096  # compared before each call
+_MAX_ARRAY_BYTES = 1 << 16  # compared before each call
 _MAX_WRITTEN_BYTES = 1 << 24  # compared before and after a capture
 
 
@@ -453,6 +462,9 @@ class Walk:
             text = "" if isinstance(value, _BOUND) else f" of {len(value)}"
             yield path, Fact((kind, _Text(f"{kind.__name__}{text}")))
             parts = parts_of(value)
+            if (flat := _flat_fact(value)) is not None:  # one fact for many items
+                yield f"items of {path}", flat
+                parts = iter(())
             if not isinstance(value, _UNCHANGING):
                 self._hold(value, snapshots.Items(path, value))
             elif isinstance(value, ContextVar):
