@@ -205,6 +205,20 @@ def test_batch_norm_without_momentum():
         compile(plain)(model, optim, torch.randn(6, 8))
 
 
+def test_a_gradient_of_another_shape_than_its_parameter():
+    model = nn.Sequential(nn.Embedding(4, 8))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.tensor([1])).sum().backward()
+    model[0].weight.data = torch.ones(5, 8)
+    with pytest.raises(CaptureError) as caught:
+        compile(plain)(model, optim, torch.tensor([1]))
+    text = str(caught.value)
+    assert "Sequential.0.weight.grad is of shape [4, 8], and its parameter" in text
+    assert "Call zero_grad() before the step." in text
+    model.zero_grad()
+    compile(plain)(model, optim, torch.tensor([1]))
+
+
 def test_packed_sequences():
     def step(model, optim, batch):
         loss = model(batch)[0].data.sum()

@@ -112,7 +112,8 @@ def check_leaks(inventory: Inventory, stored: Sequence[str]) -> None:
             "put its value. Return the tensor from the step (from a forward, beside its "
             "output), or register a buffer and write into it with copy_(). Of a layer with "
             "torch.nn.utils.weight_norm or spectral_norm, which store their weight: use "
-            "those of torch.nn.utils.parametrizations."
+            "those of torch.nn.utils.parametrizations; of one with torch.nn.utils.prune, "
+            "register a parametrization that multiplies by the mask."
         )
 
 
