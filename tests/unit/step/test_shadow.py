@@ -471,6 +471,24 @@ def test_a_pending_update_is_made_before_a_later_comparison(alone):
     step.close()
 
 
+@pytest.mark.parametrize("number", (1, 2, 3))
+def test_states_that_are_cleared_while_an_update_is_pending(alone, number):
+    models = []
+    for wrap in (lambda step: step, compile(parallel="replicate", overlap=True)):
+        model, _ = make()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = wrap(train)
+        for call in range(5):
+            if call == number:
+                optim.state.clear()
+            step(model, optim, BATCH)
+        models.append(model)
+    step.close()
+    parameters = zip(*(model.parameters() for model in models), strict=True)
+    assert all(torch.equal(eager, ours) for eager, ours in parameters)
+    assert made(step)
+
+
 def test_what_does_not_fit_is_said_once(monkeypatch):
     monkeypatch.setattr(check, "free_bytes", lambda inventory: 100)
     with pytest.warns(ShadowWarning) as told:

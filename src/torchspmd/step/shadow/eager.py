@@ -366,6 +366,9 @@ def _read_states(found: Eager, copies: Copies, late: Late) -> None:
                 place = places.get((index, slot, key), -1)
                 number = numbers.get((id(own), key), -1)
                 is_late = place in late.slots or number in late.numbers
+                read = functools.partial(_state, optimizer, owner.tensor, key)
+                if place in late.slots:  # the user may put another one in its place
+                    read = functools.partial(_same, inventory.slots[place].tensor)
                 if isinstance(value, torch.Tensor):
                     value = _state_part(key, value, whole)
                 elif is_late:
@@ -375,7 +378,7 @@ def _read_states(found: Eager, copies: Copies, late: Late) -> None:
                         Kind.STATE,
                         f"{owner.name}.{key}",
                         value,
-                        functools.partial(_state, optimizer, owner.tensor, key),
+                        read,
                         slot=place,
                         owner=slot,
                         is_late=is_late,
