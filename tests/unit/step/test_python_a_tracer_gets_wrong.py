@@ -1179,6 +1179,9 @@ ROWS = {
     "a global of a function chosen by type": Row(
         decorated_by_a_library(scale_of), programs=3
     ),
+    "globals()['NAME']": Row(
+        decorated_by_a_library(lambda batch: globals()["SCALE"]), programs=3
+    ),
     "an attribute of a metaclass": Row(attribute_of_a_metaclass, programs=3),
     "a module that the step imports": Row(imported_in_the_step, programs=3),
     "hooks on saved tensors": Row(hooks_on_saved_tensors, programs=2),

@@ -151,7 +151,7 @@ _BUFFERS = (
     array,
     ctypes.Array,
     ctypes.Structure,
-    type(ctypes.c_int()).__base__,
+    ctypes._SimpleCData,
 )
 # Tables of tensors and hooks, which are guarded elsewhere or say nothing about a step.
 BOOKS_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}

@@ -69,6 +69,8 @@ def names_in(code: CodeType) -> Names:
         is_formatting = is_formatting or each.opname == "BUILD_STRING"
     texts = {each for each in code.co_consts if isinstance(each, str)}
     attributes |= {_BEHIND[each] for each in attributes & _BEHIND.keys()}
+    if "globals" in variables:
+        variables |= texts
     is_by_text = not _BY_TEXT.isdisjoint(variables | attributes)
     if is_by_text:
         attributes |= texts
