@@ -918,6 +918,16 @@ def environment():
     return World(step, change=change)
 
 
+def sets_environment():
+    os.environ["TORCHSPMD_TEST_SCALE"] = "1.0"
+
+    def step(model, optim, batch):
+        os.environ["TORCHSPMD_TEST_SCALE"] = "2.0"
+        return train(model, optim, batch)
+
+    return World(step, left=lambda: os.environ["TORCHSPMD_TEST_SCALE"])
+
+
 def far_down_a_list():
     numbers = [1.0] * 5000
 
@@ -1179,6 +1189,10 @@ ROWS = {
     "a global of a function chosen by type": Row(
         decorated_by_a_library(scale_of), programs=3
     ),
+    "the environment": Row(environment, programs=3),
+    "the environment, which the step sets": Row(
+        sets_environment, "os.environ.TORCHSPMD_TEST_SCALE: '1.0' -> '2.0'"
+    ),
     "globals()['NAME']": Row(
         decorated_by_a_library(lambda batch: globals()["SCALE"]), programs=3
     ),
@@ -1233,7 +1247,6 @@ ROWS = {
         scaler_of_a_trainer(True), "scaler around step: a GradScaler that is in no"
     ),
     "a GradScaler that is off": Row(scaler_of_a_trainer(False)),
-    "the environment": Row(environment, STALE, shadow="since call 3"),
     "a list of thousands": Row(far_down_a_list, STALE, shadow="since call 2"),
     "a large array": Row(large_array, STALE, shadow="since call 2"),
     "data deeper than six levels": Row(deep_data, STALE, shadow="since call 3"),

@@ -6,7 +6,6 @@ must name it. Right steps must pass, and nothing of the user's may change.
 
 import copy
 import json
-import os
 import random
 import warnings
 
@@ -85,11 +84,12 @@ def test_a_frozen_learning_rate_is_found(monkeypatch):
     assert "are as the compiled step left them" in text
 
 
-def test_a_stale_value_behind_no_guard_is_found(monkeypatch):
-    monkeypatch.setenv("TORCHSPMD_TEST_SCALE", "1.0")
+def test_a_stale_value_behind_no_guard_is_found(tmp_path):
+    file = tmp_path / "scale"
+    file.write_text("1.0")
 
     def step(model, optim, batch):
-        scale = float(os.environ["TORCHSPMD_TEST_SCALE"])
+        scale = float(file.read_text())
         loss = model(batch).square().mean() * scale
         loss.backward()
         optim.step()
@@ -98,7 +98,7 @@ def test_a_stale_value_behind_no_guard_is_found(monkeypatch):
 
     compiled, (model, optim) = compile(step), make()
     compiled(model, optim, BATCH)
-    monkeypatch.setenv("TORCHSPMD_TEST_SCALE", "1.5")
+    file.write_text("1.5")
     with pytest.raises(ShadowError) as caught:
         compiled(model, optim, BATCH)
     text = str(caught.value)
@@ -176,17 +176,17 @@ def test_an_effect_that_comes_later_is_found(tmp_path):
     assert not seen  # the eager call's was put back
 
 
-def test_a_step_that_would_raise_now_is_found(monkeypatch):
-    monkeypatch.delenv("TORCHSPMD_TEST_STOP", raising=False)
+def test_a_step_that_would_raise_now_is_found(tmp_path):
+    file = tmp_path / "stop"
 
     def step(model, optim, batch):
-        if os.environ.get("TORCHSPMD_TEST_STOP"):
+        if file.exists():
             raise ValueError("enough")
         return train(model, optim, batch)
 
     compiled, (model, optim) = compile(step), make()
     compiled(model, optim, BATCH)
-    monkeypatch.setenv("TORCHSPMD_TEST_STOP", "1")
+    file.touch()
     with pytest.raises(ShadowError, match="the eager step raises ValueError: enough"):
         compiled(model, optim, BATCH)
 

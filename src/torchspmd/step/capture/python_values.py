@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import functools
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -615,18 +616,12 @@ class Walk:
         self._names |= names.attributes
         self._is_open = self._is_open or names.is_open
         yield f"code of {name}", Fact((FunctionType, code))
-        found: list[tuple[str, Any]] = []
-        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        for variable, cell in cells.items():
-            found.append((f"{variable} around {name}", snapshots.contents_of(cell)))
-        if self._is_of_hook:  # the hook of a model must not keep it alive
-            cells = {
-                variable: cell
-                for variable, cell in cells.items()
-                if id(snapshots.contents_of(cell)) not in self._known
-            }
-        if cells:
-            self._hold(function, snapshots.Cells(name, cells))
+        if names.environment:
+            self._hold(code, snapshots.Environment(names.environment))
+            for variable in sorted(names.environment):
+                text = os.environ.get(variable)
+                yield f"os.environ[{variable!r}]", Fact((type(text), text))
+        found = [*self._around(name, function)]
         if variables := sorted(names.globals):
             file = f"global {function.__module__}"
             values = snapshots.Attributes(file, None, table=table, names=variables)
@@ -645,6 +640,21 @@ class Walk:
         for path, value in found:
             if value is not snapshots.MISSING:
                 yield from self._begin(path, value, is_named=True)
+
+    def _around(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+        """The variables around a function, which are held from now on."""
+        variables = function.__code__.co_freevars
+        cells = dict(zip(variables, function.__closure__ or (), strict=True))
+        for variable, cell in cells.items():
+            yield f"{variable} around {name}", snapshots.contents_of(cell)
+        if self._is_of_hook:  # the hook of a model must not keep it alive
+            cells = {
+                variable: cell
+                for variable, cell in cells.items()
+                if id(snapshots.contents_of(cell)) not in self._known
+            }
+        if cells:
+            self._hold(function, snapshots.Cells(name, cells))
 
     def _class_facts(self) -> Iterator[NamedFact]:
         """What is guarded about each class that was noted since the last time."""

@@ -4,6 +4,7 @@ One snapshot of each of them tells whether it still holds the very same objects 
 call of a step), what is other than it was (after a capture), and puts that back.
 """
 
+import os
 import pickle
 import random
 import sys
@@ -300,6 +301,26 @@ def contents_of(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return MISSING
+
+
+class Environment(Attributes):
+    """Variables of the environment, which gives another text whenever it is asked."""
+
+    __slots__ = ()
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__("os.environ", None, table=os.environ, names=names)
+
+    def holds(self) -> bool:
+        """Whether the variables have equal values."""
+        return self._get(os.environ) == self._values
+
+    def put(self, key: Any, value: Any) -> None:
+        """Set a variable, or delete it."""
+        if value is MISSING:
+            del os.environ[key]
+        else:
+            os.environ[key] = value
 
 
 class ContextValue(Attributes):

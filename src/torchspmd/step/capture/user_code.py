@@ -22,6 +22,7 @@ import torch
 # They take the names of attributes as text, or all attributes at once.
 _BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "attrgetter"})
 _ALL_AT_ONCE = frozenset({"vars", "__dict__", "asdict", "astuple", "__getattribute__"})
+_ENVIRONMENT = frozenset({"environ", "getenv"})
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _ATTRIBUTES = ("ATTR", "METHOD")  # how the names of such instructions end
 # Attributes that a method of torch's own reads, where the step may have such an object.
@@ -38,12 +39,14 @@ class Names:
         globals: Variables of its file.
         attributes: Attributes and methods of any object.
         imports: Modules that are imported there: how many packages up, and the name.
+        environment: Texts that may be variables of the environment.
         is_open: Whether it may read attributes by names that are not written there.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
     imports: frozenset[tuple[int, str]]
+    environment: frozenset[str]
     is_open: bool
 
 
@@ -75,6 +78,9 @@ def names_in(code: CodeType) -> Names:
     if is_by_text:
         attributes |= texts
     is_open = is_by_text and (is_formatting or not texts)
+    environment = {
+        each for each in texts if not _ENVIRONMENT.isdisjoint(variables | attributes)
+    }
     is_open = is_open or not _ALL_AT_ONCE.isdisjoint(variables | attributes)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -82,9 +88,14 @@ def names_in(code: CodeType) -> Names:
             variables |= found.globals
             attributes |= found.attributes
             imports |= found.imports
+            environment |= found.environment
             is_open = is_open or found.is_open
     return Names(
-        frozenset(variables), frozenset(attributes), frozenset(imports), is_open
+        frozenset(variables),
+        frozenset(attributes),
+        frozenset(imports),
+        frozenset(environment),
+        is_open,
     )
 
 
