@@ -408,8 +408,15 @@ def test_saved_tensor_hooks():
 
 
 def test_optimizer_tables():
-    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.ASGD):
-        optim = kind([torch.nn.Parameter(torch.zeros(1))])
+    optimizers = torch.optim
+    for kind, options in (
+        (optimizers.SGD, {"fused": True}),
+        (optimizers.AdamW, {"fused": True}),
+        (optimizers.Adagrad, {"fused": True}),
+        (optimizers.ASGD, {}),
+        (optimizers.Muon, {}),
+    ):
+        optim = kind([torch.nn.Parameter(torch.zeros(1, 1))], **options)
         assert _torch.OPTIMIZER_TABLES.issuperset(vars(optim))
 
 

@@ -108,6 +108,7 @@ OPTIMIZER_TABLES = frozenset(
     (
         *OPTIMIZER_BOOKKEEPING,
         *("defaults", "param_groups", "state", "_zero_grad_profile_name"),
+        "_step_supports_amp_scaling",
         *(
             f"_optimizer_{what}_{when}_hooks"
             for what in ("step", "state_dict", "load_state_dict")
