@@ -466,6 +466,54 @@ def attribute_of_an_optimizer():
     return World(step, (optim,), change, model=model)
 
 
+class ScaledByGroup(Scaled):
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        self.scale_of(group["own"])
+        for parameter in group["params"]:
+            parameter.sub_(parameter.grad, alpha=0.01 * self.scale_of(group["own"]))
+
+    @staticmethod
+    def scale_of(own):
+        if callable(own):
+            return own()
+        return own["scale"] if isinstance(own, dict) else own.scale
+
+
+def function_with_settings():
+    settings = Config()
+
+    def scale():
+        return settings.scale
+
+    scale.settings = settings
+    return scale
+
+
+def held_by_a_group(make_own, write):
+    """An optimizer that keeps more than numbers in a parameter group."""
+
+    def make():
+        model = nn.Linear(4, 4)
+        optim = ScaledByGroup(model.parameters())
+        optim.param_groups[0]["own"] = own = make_own()
+        optim.param_groups[0]["names"] = {"weight", "bias"}
+
+        def step(model, _, batch, optim):
+            return train(model, optim, batch)
+
+        return World(
+            step, (optim,), lambda number: write(own, halved(number)), model=model
+        )
+
+    return make
+
+
+def set_scale_of(own, value):
+    getattr(own, "settings", own).scale = value
+
+
 def hook_of_an_optimizer():
     model, config = nn.Linear(4, 4), Config()
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -1130,6 +1178,18 @@ ROWS = {
     "what a gradient hook reads": Row(read_by_a_hook(scales_gradient), programs=3),
     "what a hook of an optimizer reads": Row(hook_of_an_optimizer, programs=3),
     "an attribute of an optimizer": Row(attribute_of_an_optimizer, programs=3),
+    "a dict in a parameter group": Row(
+        held_by_a_group(
+            lambda: {"scale": 1.0}, lambda own, value: own.update(scale=value)
+        ),
+        programs=3,
+    ),
+    "a dataclass in a parameter group": Row(
+        held_by_a_group(Config, set_scale_of), programs=3
+    ),
+    "a function in a parameter group": Row(
+        held_by_a_group(function_with_settings, set_scale_of), programs=3
+    ),
     "scheduler.get_last_lr()": Row(
         scheduler(lambda schedule: schedule.get_last_lr()[0]), programs=3
     ),

@@ -415,7 +415,8 @@ def _group_facts(group: dict[str, Any], lifted: set[tuple[Any, ...]]) -> list[An
 def _item_fact(item: Any, is_lifted: bool) -> Any:
     if is_lifted and is_liftable(item):
         return _LIFTED
-    return type(item), id(item) if isinstance(item, torch.Tensor) else item
+    # What has parts is looked at where the data is: here, whether it is the same.
+    return type(item), id(item) if simple_fact(item) is None else item
 
 
 def _own_facts(optimizer: Optimizer) -> dict[str, Any]:

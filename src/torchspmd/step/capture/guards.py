@@ -96,9 +96,23 @@ def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
         walk.add_class(type(optimizer))
         for key, value in own_attributes(optimizer).items():
             yield from walk.whole(f"{name}.{key}", value)
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params" and _has_parts(value):
+                    yield from walk.whole(f"{name}.group{number}.{key}", value)
     step = inventory.function
     functions = () if step is None else (step,)
     yield from walk.reached_from(*functions, hooks=_named_hooks(inventory))
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether a hyper-parameter is no number, text or tensor, nor a list of them."""
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    return any(
+        isinstance(item, FunctionType)
+        or not (isinstance(item, torch.Tensor) or simple_fact(item) is not None)
+        for item in items
+    )
 
 
 def _named_hooks(inventory: Inventory) -> Iterator[tuple[str, Any]]:
@@ -387,4 +401,6 @@ def _without_lifted(label: str, value: Any, lifted: set[str]) -> Any:
         )
     if isinstance(value, torch.Tensor):
         return "tensor"
-    return "an input of the graph" if label in lifted else value
+    if label in lifted:
+        return "an input of the graph"
+    return type(value) if simple_fact(value) is None else value
