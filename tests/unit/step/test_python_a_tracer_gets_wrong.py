@@ -186,6 +186,43 @@ def trainer_with_a_model():
     return World(trainer.reads, change=change, model=model)
 
 
+class Settings:
+    """Answers for a name that it does not have with an error of its own."""
+
+    def __init__(self):
+        self.table = {"scale": 1.0}
+
+    def __getattr__(self, name):
+        return self.table[name]
+
+
+class SettingsWithSlots:
+    __slots__ = ("later", "table")
+
+    def __init__(self):
+        self.table = {"scale": 1.0}
+
+    def __getattr__(self, name):
+        return self.table[name]
+
+    def __call__(self, module, args, output):
+        return output * self.scale
+
+
+def settings_that_raise():
+    settings, model = Settings(), nn.Linear(4, 4)
+    hook = SettingsWithSlots()
+    model.register_forward_hook(hook)
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, settings.scale)
+
+    def change(number):
+        settings.table["scale"] = hook.table["scale"] = halved(number)
+
+    return World(step, change=change, model=model)
+
+
 def closure():
     scale = 1.0
 
@@ -1159,6 +1196,7 @@ ROWS = {
     "a list in a dict of self": Row(deep_in_self, programs=3),
     "self holds the model": Row(trainer_with_a_model, programs=3),
     "a variable around the step": Row(closure, programs=3),
+    "an object whose __getattr__ raises KeyError": Row(settings_that_raise, programs=3),
     "a global of a helper": Row(global_of_a_helper, programs=3),
     "a global of a forward": Row(global_of_a_forward, programs=3),
     "a variable of a decorator": Row(decorated, programs=3),

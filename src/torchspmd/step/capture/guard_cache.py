@@ -394,6 +394,7 @@ class ScalerFacts:
         return list(_torch.scaler_tensors(scaler, torch.device("cpu")).values())
 
 
+_BY_VALUE = frozenset((bool, int, float, str, bytes, type(None)))
 _LIFTED = object()  # in the place of a number that is an input of the graph
 
 
@@ -416,7 +417,7 @@ def _item_fact(item: Any, is_lifted: bool) -> Any:
     if is_lifted and is_liftable(item):
         return _LIFTED
     # What has parts is looked at where the data is: here, whether it is the same.
-    return type(item), id(item) if simple_fact(item) is None else item
+    return type(item), item if type(item) in _BY_VALUE else id(item)
 
 
 def _own_facts(optimizer: Optimizer) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The signature of a call: all that a program took for granted, as one comparable value."""
 
 from collections.abc import Iterator
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,7 +20,11 @@ from torchspmd.step.capture.python_values import (
     Walk,
     simple_fact,
 )
-from torchspmd.step.capture.user_code import is_users_function, users_functions_in
+from torchspmd.step.capture.user_code import (
+    attribute_of,
+    is_users_function,
+    users_functions_in,
+)
 
 # Each guarded fact by its name. Two calls may share a program when all facts are equal.
 Signature: TypeAlias = tuple[tuple[str, Any], ...]
@@ -108,9 +112,10 @@ def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
 def _has_parts(value: Any) -> bool:
     """Whether a hyper-parameter is no number, text or tensor, nor a list of them."""
     items = value if isinstance(value, (tuple, list)) else (value,)
+    traced = torch.Tensor, *_torch.numbers.SYMBOLIC  # numbers, while a step is traced
     return any(
         isinstance(item, FunctionType)
-        or not (isinstance(item, torch.Tensor) or simple_fact(item) is not None)
+        or not (isinstance(item, traced) or simple_fact(item) is not None)
         for item in items
     )
 
@@ -319,7 +324,7 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 def _is_method_of_torch(value: Any) -> bool:
     """Whether it is a method that torch has put there, as a scheduler does."""
-    function = getattr(value, "__func__", value)
+    function = value.__func__ if isinstance(value, MethodType) else value
     return isinstance(function, FunctionType) and not is_users_function(function)
 
 
@@ -355,7 +360,7 @@ class HookFact(tuple[Any, ...]):
 
 def name_of_hook(hook: Any) -> str:
     """What a hook is called in texts."""
-    return str(getattr(hook, "__qualname__", type(hook).__name__))
+    return str(attribute_of(hook, "__qualname__", type(hook).__name__))
 
 
 def _hooks(holder: Any, tables: tuple[str, ...]) -> HookFact:

@@ -44,6 +44,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchspmd.step.capture import snapshots
 from torchspmd.step.capture.user_code import (
     CALLED_BY_TORCH,
+    attribute_of,
     imported_module,
     is_users_file,
     is_users_function,
@@ -199,9 +200,10 @@ _OF_PARTIALS = ("func", "args", "keywords")
 
 
 def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    found = dict(getattr(value, "__dict__", {}))
+    found = dict(attribute_of(value, "__dict__", {}))
     for name in _slot_names(type(value)):
-        if (held := getattr(value, name, snapshots.MISSING)) is not snapshots.MISSING:
+        held = attribute_of(value, name, snapshots.MISSING)
+        if held is not snapshots.MISSING:
             found[name] = held
     skipped: frozenset[str] = frozenset()
     if isinstance(value, nn.Module):
@@ -285,7 +287,11 @@ def _is_users_class(kind: type) -> bool:
 def _is_users_object(value: Any) -> bool:
     """Whether a value is an object of the user's own, with attributes."""
     is_more = isinstance(value, (nn.Module, Optimizer))
-    return not is_more and hasattr(value, "__dict__") and _is_users_class(type(value))
+    return (
+        not is_more
+        and attribute_of(value, "__dict__") is not None
+        and _is_users_class(type(value))
+    )
 
 
 # ----------------------------------------------------------------------------
@@ -511,7 +517,7 @@ class Walk:
         if not is_module and not _is_closed(kind) and holds_model(value):
             self.beyond.append(f"{path} (it holds a model: by identity)")
         elif is_module or isinstance(value, _OPEN) or not _is_closed(kind):
-            if hasattr(value, "__dict__") or _slot_names(kind):
+            if attribute_of(value, "__dict__") is not None or _slot_names(kind):
                 self._hold_attributes(path, value)
                 yield path, Fact((kind, _Text(kind.__name__)))
                 parts = _attributes_of(value)
@@ -569,7 +575,7 @@ class Walk:
 
     def _hold_attributes(self, path: str, value: Any) -> None:
         self.add_class(type(value))
-        if hasattr(value, "__dict__"):
+        if attribute_of(value, "__dict__") is not None:
             self._hold(value, snapshots.Attributes(path, value))
         if names := _slot_names(type(value)):
             self._hold(value, snapshots.Slots(path, value, names))

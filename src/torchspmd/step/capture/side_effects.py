@@ -35,7 +35,7 @@ from torchspmd.step.capture.snapshots import (
     is_plain,
 )
 from torchspmd.step.capture.trace_modes import replaced
-from torchspmd.step.capture.user_code import calling_line
+from torchspmd.step.capture.user_code import attribute_of, calling_line
 
 # ----------------------------------------------------------------------------
 # Traced tensors in places where a captured step cannot put their values.
@@ -366,7 +366,7 @@ def _watched_in(inventory: Inventory) -> Iterator[Watched]:
         yield from _watched_table(name, optimizer, own, Fix.ATTRIBUTE, ignored)
     known = (nn.Module, Optimizer, GradScaler, torch.Tensor, type)
     for name, leaf in zip(inventory.names, inventory.leaves, strict=True):
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, known):
+        if attribute_of(leaf, "__dict__") is not None and not isinstance(leaf, known):
             yield Watched(Attributes(name, leaf), Fix.OBJECT)
     for each in walk_data(inventory).taken:
         is_random = isinstance(each, RandomState)

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from torchspmd.step.capture.user_code import attribute_of
+
 MISSING: Any = object()  # in the place of what is not there
 MOST_ITEMS = 4096  # of one container that are compared before each call
 
@@ -261,7 +263,7 @@ class Slots(Attributes):
         super().__init__(path, holder)
 
     def _read(self) -> Mapping[str, Any]:
-        found = ((name, getattr(self._holder, name, MISSING)) for name in self._names)
+        found = ((n, attribute_of(self._holder, n, MISSING)) for n in self._names)
         return {name: value for name, value in found if value is not MISSING}
 
     def put(self, key: Any, value: Any) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -154,7 +154,8 @@ def users_functions_in(value: Any) -> Iterator[FunctionType]:
             for inner in filter(callable, _kept_by(found)):
                 if id(inner) not in seen:
                     seen.add(id(inner))
-                    waiting.append(getattr(inner, "__func__", inner))
+                    is_method = isinstance(inner, MethodType)
+                    waiting.append(inner.__func__ if is_method else inner)
 
 
 def _kept_by(function: FunctionType) -> Iterator[Any]:
@@ -211,15 +212,23 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
             yield from _functions_in(each)
     else:
         for key in ("__func__", "func", "__wrapped__"):
-            inner = getattr(value, key, None)
+            inner = attribute_of(value, key)
             if isinstance(inner, FunctionType):
                 yield inner
                 return
 
 
+def attribute_of(value: Any, name: str, default: Any = None) -> Any:
+    """As ``getattr``, also of an object that answers with an error of its own."""
+    try:
+        return getattr(value, name, default)
+    except Exception:
+        return default
+
+
 def unwrapped(value: Any) -> Callable[..., Any] | None:
     """The Python function that a decorator of the standard library keeps, if any."""
-    inner = getattr(value, "__wrapped__", None)
+    inner = attribute_of(value, "__wrapped__")
     return inner if isinstance(inner, FunctionType) else None
 
 
