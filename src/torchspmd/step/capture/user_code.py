@@ -154,8 +154,9 @@ def users_functions_in(value: Any) -> Iterator[FunctionType]:
             for inner in filter(callable, _kept_by(found)):
                 if id(inner) not in seen:
                     seen.add(id(inner))
-                    is_method = isinstance(inner, MethodType)
-                    waiting.append(inner.__func__ if is_method else inner)
+                    held: Any = inner
+                    is_method = isinstance(held, MethodType)
+                    waiting.append(held.__func__ if is_method else held)
 
 
 def _kept_by(function: FunctionType) -> Iterator[Any]:
