@@ -22,10 +22,12 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.optim import _adafactor, asgd
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from torchspmd import CommDebugMode, _torch
 from torchspmd._torch import LANDMARKS, Landmark
@@ -388,6 +390,44 @@ def test_is_autocast_enabled():
         assert _torch.is_autocast_enabled()
 
 
+def test_attention_kernels():
+    before = _torch.attention_kernels()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert _torch.attention_kernels() == (False, False, True, False)
+    assert _torch.attention_kernels() == before
+
+
+def test_function_modes():
+    assert _torch.function_modes() == ()
+    with torch.device("meta"):
+        ((kind, *plain),) = _torch.function_modes()
+        assert kind is DeviceContext
+        assert ("device", "meta") in plain
+    assert _torch.function_modes() == ()
+
+
+def test_saved_tensor_hooks():
+    assert _torch.saved_tensor_hooks() == ()
+    with torch.autograd.graph.save_on_cpu():
+        pack, unpack = _torch.saved_tensor_hooks()
+        assert pack.co_name == "pack_to_cpu"
+        assert unpack.co_name == "unpack_from_cpu"
+    assert _torch.saved_tensor_hooks() == ()
+
+
+def test_optimizer_tables():
+    optimizers = torch.optim
+    for kind, options in (
+        (optimizers.SGD, {"fused": True}),
+        (optimizers.AdamW, {"fused": True}),
+        (optimizers.Adagrad, {"fused": True}),
+        (optimizers.ASGD, {}),
+        (optimizers.Muon, {}),
+    ):
+        optim = kind([torch.nn.Parameter(torch.zeros(1, 1))], **options)
+        assert _torch.OPTIMIZER_TABLES.issuperset(vars(optim))
+
+
 def test_foreach_norm():
     tensors = [
         torch.ones(n, dtype=d) for n, d in ((4, torch.float32), (9, torch.float64))
@@ -398,14 +438,14 @@ def test_foreach_norm():
 
 
 # Stores.
-def test_global_hook_keys():
-    before = _torch.global_hook_keys()
+def test_global_hooks():
+    before = _torch.global_hooks()
     forward = nn.modules.module.register_module_forward_hook(lambda *args: None)
     step = register_optimizer_step_post_hook(lambda *args: None)
-    assert {forward.id, step.id} == set(_torch.global_hook_keys()) - set(before)
+    assert {forward.id, step.id} == _torch.global_hooks().keys() - before.keys()
     forward.remove()
     step.remove()
-    assert _torch.global_hook_keys() == before
+    assert _torch.global_hooks() == before
 
 
 def test_fake_store():

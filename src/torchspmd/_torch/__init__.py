@@ -14,13 +14,14 @@ from torchspmd._torch.autograd import GRADIENT_HOOK_TABLES as GRADIENT_HOOK_TABL
 from torchspmd._torch.autograd import HOOK_TABLES as HOOK_TABLES
 from torchspmd._torch.autograd import OPTIMIZER_BOOKKEEPING as OPTIMIZER_BOOKKEEPING
 from torchspmd._torch.autograd import OPTIMIZER_HOOK_TABLES as OPTIMIZER_HOOK_TABLES
+from torchspmd._torch.autograd import OPTIMIZER_TABLES as OPTIMIZER_TABLES
 from torchspmd._torch.autograd import LaysOutGradient as LaysOutGradient
 from torchspmd._torch.autograd import add_gradient_hook as add_gradient_hook
 from torchspmd._torch.autograd import after_backward as after_backward
 from torchspmd._torch.autograd import after_each_backward as after_each_backward
 from torchspmd._torch.autograd import backward_under as backward_under
 from torchspmd._torch.autograd import current_node as current_node
-from torchspmd._torch.autograd import global_hook_keys as global_hook_keys
+from torchspmd._torch.autograd import global_hooks as global_hooks
 from torchspmd._torch.autograd import gradient_hook_keys as gradient_hook_keys
 from torchspmd._torch.autograd import graph_task as graph_task
 from torchspmd._torch.autograd import has_forward_hooks as has_forward_hooks
@@ -31,6 +32,7 @@ from torchspmd._torch.autograd import waits_for_nodes as waits_for_nodes
 from torchspmd._torch.bindings import Binding as Binding
 from torchspmd._torch.bindings import binding_of as binding_of
 from torchspmd._torch.capture import FakeWorld as FakeWorld
+from torchspmd._torch.capture import attention_kernels as attention_kernels
 from torchspmd._torch.capture import autocast_state as autocast_state
 from torchspmd._torch.capture import choosing_steps as choosing_steps
 from torchspmd._torch.capture import compile_with_inductor as compile_with_inductor
@@ -39,6 +41,7 @@ from torchspmd._torch.capture import current_graph as current_graph
 from torchspmd._torch.capture import data_dependence_errors as data_dependence_errors
 from torchspmd._torch.capture import decomposition as decomposition
 from torchspmd._torch.capture import form_check as form_check
+from torchspmd._torch.capture import function_modes as function_modes
 from torchspmd._torch.capture import functional as functional
 from torchspmd._torch.capture import has_symbols as has_symbols
 from torchspmd._torch.capture import holds as holds
@@ -54,6 +57,7 @@ from torchspmd._torch.capture import plain_tensor as plain_tensor
 from torchspmd._torch.capture import propagate_shapes as propagate_shapes
 from torchspmd._torch.capture import renew_flat_weights as renew_flat_weights
 from torchspmd._torch.capture import rnn_layer as rnn_layer
+from torchspmd._torch.capture import saved_tensor_hooks as saved_tensor_hooks
 from torchspmd._torch.capture import scaler_facts as scaler_facts
 from torchspmd._torch.capture import scaler_tensors as scaler_tensors
 from torchspmd._torch.capture import shape_mode as shape_mode

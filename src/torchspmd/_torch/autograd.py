@@ -103,6 +103,19 @@ OPTIMIZER_BOOKKEEPING = (
     "found_inf",
     "grad_scale",
 )
+# What every optimizer of torch has beside its groups and states.
+OPTIMIZER_TABLES = frozenset(
+    (
+        *OPTIMIZER_BOOKKEEPING,
+        *("defaults", "param_groups", "state", "_zero_grad_profile_name"),
+        "_step_supports_amp_scaling",
+        *(
+            f"_optimizer_{what}_{when}_hooks"
+            for what in ("step", "state_dict", "load_state_dict")
+            for when in ("pre", "post")
+        ),
+    )
+)
 _gradient_tables = attrgetter(*GRADIENT_HOOK_TABLES)
 
 
@@ -139,19 +152,17 @@ _GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
 _OWN_MODULES = ("torch.", "torchspmd.")
 
 
-def global_hook_keys() -> tuple[int, ...]:
-    """The hooks of the user's own that all modules or all optimizers call.
+def global_hooks() -> dict[int, Any]:
+    """The hooks of the user's own that all modules or all optimizers call, by key.
 
     Those of torch and of torchspmd watch, and change nothing.
     """
-    return tuple(
-        [
-            key
-            for table in _GLOBAL_HOOKS
-            for key, hook in table.items()
-            if not str(getattr(hook, "__module__", "")).startswith(_OWN_MODULES)
-        ]
-    )
+    return {
+        key: hook
+        for table in _GLOBAL_HOOKS
+        for key, hook in table.items()
+        if not str(getattr(hook, "__module__", "")).startswith(_OWN_MODULES)
+    }
 
 
 def add_gradient_hook(tensor: torch.Tensor, table: str, hook: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchspmd._torch.operators import failures_not_logged
 from torchspmd._torch.regions import leaves_of, map_tree
 
 
@@ -111,7 +112,12 @@ def _calls_of(target: Any, args: Sequence[Any], options: Mapping[str, Any]) -> A
         return None
     (mode,) = modes
     try:
-        with torch.no_grad(), mode, _Recorder() as recorder:
+        with (
+            failures_not_logged(),
+            torch.no_grad(),
+            mode,
+            _Recorder() as recorder,
+        ):
             target(*args, **options)
     except (
         Exception

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import logging
 import sys
 import weakref
 from collections import defaultdict
@@ -17,7 +16,10 @@ from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 from torch.utils import _pytree as pytree
 
 from torchspmd._torch.compilation import capturing
-from torchspmd._torch.operators import fused_updates_without_values
+from torchspmd._torch.operators import (
+    failures_not_logged,
+    fused_updates_without_values,
+)
 
 # ----------------------------------------------------------------------------
 # Recurrent layers: their CPU kernel in a graph, and what they hold of their weights.
@@ -382,7 +384,7 @@ def trace(function: Callable[..., Any], inputs: list[Any]) -> fx.GraphModule:
 
     with (
         capturing(),
-        _without_logged_failures(),
+        failures_not_logged(),
         _without_constant_values(),
         _quick_powers(),
         _quick_nodes(),
@@ -407,21 +409,6 @@ def _with_cached_casts(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args)
 
     return run
-
-
-@contextlib.contextmanager
-def _without_logged_failures() -> Iterator[None]:
-    """Keep torch from logging the trace of an operator that fails: the error says it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def passes(record: logging.LogRecord) -> bool:
-        return "failed while attempting to run meta" not in str(record.msg)
-
-    logger.addFilter(passes)
-    try:
-        yield
-    finally:
-        logger.removeFilter(passes)
 
 
 @contextlib.contextmanager
@@ -802,6 +789,41 @@ def autocast_state() -> tuple[Any, ...]:
         (device, torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")
         if torch.is_autocast_enabled(device)
+    )
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels ``scaled_dot_product_attention`` may choose when it is called."""
+    allowed: Any = torch.backends.cuda
+    return (
+        allowed.flash_sdp_enabled(),
+        allowed.mem_efficient_sdp_enabled(),
+        allowed.math_sdp_enabled(),
+        allowed.cudnn_sdp_enabled(),
+    )
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The modes that see functions of torch: their classes, and plain data in them.
+
+    ``torch.set_default_device`` and ``with torch.device(...)`` are such modes.
+    """
+    count = torch._C._len_torch_function_stack()
+    return tuple(_mode_fact(torch._C._get_function_stack_at(n)) for n in range(count))
+
+
+def saved_tensor_hooks() -> tuple[Any, ...]:
+    """The code of the innermost hooks on tensors that are saved for backward."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return tuple(getattr(each, "__code__", type(each)) for each in found or ())
+
+
+def _mode_fact(mode: Any) -> tuple[Any, ...]:
+    plain = (bool, int, float, str, torch.device, torch.dtype)
+    own = sorted(vars(mode).items())
+    return (
+        type(mode),
+        *((key, str(value)) for key, value in own if isinstance(value, plain)),
     )
 
 

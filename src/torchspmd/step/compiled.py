@@ -25,6 +25,7 @@ from torchspmd.step.capture.inventory import (
     take_inventory,
 )
 from torchspmd.step.capture.parallel_mode import ParallelMode
+from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.measure.exposure import check_request, measure_program
@@ -103,6 +104,7 @@ class CompiledStep:
         runtime = current_runtime()
         with self._lock, runtime.calling(), _torch.profiled("torchspmd::step"):
             self._check_open()
+            self._check_alone()
             self._shadow.count()
             if self._shadow.needs_flush(self._pending is not None):
                 self.flush()
@@ -308,6 +310,16 @@ class CompiledStep:
                 lift_numbers=lift_numbers,
                 function=function,
                 counters=self._counters,
+            )
+
+    def _check_alone(self) -> None:
+        """Raise where another step is being captured, which calls this one."""
+        if _torch.current_graph() is not None:
+            raise CaptureError(
+                f"compile: a step that is captured calls {self._name}, which is a compiled "
+                f"step itself\n\n  * {calling_line()}\n\nThe graph of one step cannot "
+                "hold another one. Call the function that it was made from "
+                f"({self._name}.__wrapped__), or call the two steps one after the other."
             )
 
     def _check_open(self) -> None:

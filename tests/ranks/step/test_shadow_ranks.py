@@ -1,6 +1,8 @@
 """Shadow steps on real ranks: right steps pass, one rank's fault stops all."""
 
 import os
+import pathlib
+import tempfile
 from unittest import mock
 
 import pytest
@@ -128,19 +130,20 @@ def test_parameters_that_differ_between_ranks_are_found(ranks2):
 def run_branch():
     """One rank's eager call would use another layer now than it was captured with."""
     os.environ["TORCHSPMD_SHADOW"] = "3"
-    os.environ["TORCHSPMD_TEST_LAYER"] = "0"
+    file = pathlib.Path(tempfile.mkdtemp()) / "layer"
+    file.write_text("0")
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(model, optim, batch):
-        model[int(os.environ["TORCHSPMD_TEST_LAYER"])](batch).sum().backward()
+        model[int(file.read_text())](batch).sum().backward()
         optim.step()
         optim.zero_grad()
 
     compiled = compile(parallel="replicate", overlap=False)(step)
     compiled(model, optim, torch.ones(2, 4))
-    os.environ["TORCHSPMD_TEST_LAYER"] = str(dist.get_rank())
+    file.write_text(str(dist.get_rank()))
     try:
         compiled(model, optim, torch.ones(2, 4))
     except ShadowError as error:

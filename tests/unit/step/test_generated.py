@@ -147,6 +147,14 @@ def test_a_binding_that_comes_to_another_operator_is_not_taken(monkeypatch):
     assert len(known) == 1  # asked once
 
 
+def test_a_binding_that_fails_is_not_logged(caplog):
+    """``condition.where(x, y)`` takes ``x`` for the condition."""
+    condition, x = torch.ones(2, dtype=torch.bool), torch.zeros(2)
+    case = node_values(aten.where.self, condition, x, x)
+    assert not _torch.binding_of(*case).is_method
+    assert not [each for each in caplog.records if "failed" in str(each.msg)]
+
+
 def test_without_values_to_go_by_operators_are_called_as_they_are():
     graph = fx.Graph()
     x = graph.placeholder("x")

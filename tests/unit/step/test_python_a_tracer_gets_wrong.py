@@ -6,18 +6,23 @@ refused with a text, or it is stale. What is stale without shadow steps is an er
 them. docs/what_a_step_may_do.md is this table in words.
 """
 
+import array
 import collections
+import contextlib
 import contextvars
 import dataclasses
 import functools
 import itertools
 import logging
+import multiprocessing
 import os
 import pathlib
 import random
+import sys
 import sysconfig
 import tempfile
 import threading
+import time
 import types
 import weakref
 
@@ -26,6 +31,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from torchspmd.errors import CaptureError, CaptureWarning, ShadowError
 from torchspmd.step import compile
@@ -178,6 +184,43 @@ def trainer_with_a_model():
         trainer.w, trainer.seen = halved(number), number
 
     return World(trainer.reads, change=change, model=model)
+
+
+class Settings:
+    """Answers for a name that it does not have with an error of its own."""
+
+    def __init__(self):
+        self.table = {"scale": 1.0}
+
+    def __getattr__(self, name):
+        return self.table[name]
+
+
+class SettingsWithSlots:
+    __slots__ = ("later", "table")
+
+    def __init__(self):
+        self.table = {"scale": 1.0}
+
+    def __getattr__(self, name):
+        return self.table[name]
+
+    def __call__(self, module, args, output):
+        return output * self.scale
+
+
+def settings_that_raise():
+    settings, model = Settings(), nn.Linear(4, 4)
+    hook = SettingsWithSlots()
+    model.register_forward_hook(hook)
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, settings.scale)
+
+    def change(number):
+        settings.table["scale"] = hook.table["scale"] = halved(number)
+
+    return World(step, change=change, model=model)
 
 
 def closure():
@@ -400,6 +443,328 @@ def hook_of_all_optimizers():
     return World(train, change=change)
 
 
+def read_by_a_hook(register):
+    """A hook that reads a number, which changes between calls."""
+
+    def make():
+        model, config = nn.Linear(4, 4), Config()
+
+        def change(number):
+            config.scale = halved(number)
+
+        register(model, config)
+        return World(train, change=change, model=model)
+
+    return make
+
+
+def scales_output(model, config):
+    model.register_forward_hook(lambda module, args, output: output * config.scale)
+
+
+def scales_gradient(model, config):
+    model.weight.register_hook(lambda gradient: gradient * config.scale)
+
+
+class Scales:
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(self, module, args):
+        return (args[0] * self.config.scale,)
+
+
+def scales_input(model, config):
+    model.register_forward_pre_hook(Scales(config))
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer with a number of its own beside its groups."""
+
+    scale = 1.0
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.01 * self.scale)
+
+
+def attribute_of_an_optimizer():
+    model = nn.Linear(4, 4)
+    optim = Scaled(model.parameters())
+    optim.scale = 1.0
+
+    def step(model, _, batch, optim):
+        return train(model, optim, batch)
+
+    def change(number):
+        optim.scale = halved(number)
+
+    return World(step, (optim,), change, model=model)
+
+
+class ScaledByGroup(Scaled):
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        self.scale_of(group["own"])
+        for parameter in group["params"]:
+            parameter.sub_(parameter.grad, alpha=0.01 * self.scale_of(group["own"]))
+
+    @staticmethod
+    def scale_of(own):
+        if callable(own):
+            return own()
+        return own["scale"] if isinstance(own, dict) else own.scale
+
+
+def function_with_settings():
+    settings = Config()
+
+    def scale():
+        return settings.scale
+
+    scale.settings = settings
+    return scale
+
+
+def held_by_a_group(make_own, write):
+    """An optimizer that keeps more than numbers in a parameter group."""
+
+    def make():
+        model = nn.Linear(4, 4)
+        optim = ScaledByGroup(model.parameters())
+        optim.param_groups[0]["own"] = own = make_own()
+        optim.param_groups[0]["names"] = {"weight", "bias"}
+
+        def step(model, _, batch, optim):
+            return train(model, optim, batch)
+
+        return World(
+            step, (optim,), lambda number: write(own, halved(number)), model=model
+        )
+
+    return make
+
+
+def set_scale_of(own, value):
+    getattr(own, "settings", own).scale = value
+
+
+def hook_of_an_optimizer():
+    model, config = nn.Linear(4, 4), Config()
+    optim = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def halve(optim, args, kwargs):
+        optim.param_groups[0]["params"][0].grad.mul_(config.scale)
+
+    optim.register_step_pre_hook(halve)
+
+    def step(model, _, batch, optim):
+        return train(model, optim, batch)
+
+    def change(number):
+        config.scale = halved(number)
+
+    return World(step, (optim,), change, model=model)
+
+
+def scheduler(read):
+    def make():
+        optim = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
+
+        def step(model, optim, batch):
+            return train(model, optim, batch, read(schedule))
+
+        def change(number):
+            if number:
+                optim.step()
+                schedule.step()
+
+        return World(step, change=change)
+
+    return make
+
+
+def held_by(holder, read, write):
+    """A number that an object of Python's own library holds."""
+
+    def make():
+        held = holder()
+
+        def step(model, optim, batch):
+            return train(model, optim, batch, read(held))
+
+        return World(step, change=lambda number: write(held, halved(number)))
+
+    return make
+
+
+def set_item(held, value):
+    held[0] = value
+
+
+def set_item_700(held, value):
+    held[700] = value
+
+
+def set_value(held, value):
+    held.value = value
+
+
+def set_or_clear(held, value):
+    if value == 1.0:
+        held.clear()
+    else:
+        held.set()
+
+
+@torch.no_grad()
+def scale_without_gradients():
+    return SCALE
+
+
+@functools.singledispatch
+def scale_of(value):
+    return 1.0
+
+
+@scale_of.register
+def _(value: torch.Tensor):
+    return SCALE
+
+
+@contextlib.contextmanager
+def scaled():
+    yield SCALE
+
+
+def scale_in_a_context():
+    with scaled() as found:
+        return found
+
+
+def decorated_by_a_library(read):
+    """A function of the user's own, behind a decorator of torch or of Python's library."""
+
+    def make():
+        def step(model, optim, batch):
+            return train(model, optim, batch, read(batch))
+
+        def change(number):
+            global SCALE  # noqa: PLW0603
+            SCALE = halved(number)
+
+        change(0)
+        return World(step, change=change)
+
+    return make
+
+
+class Kinds(type):
+    scale = 1.0
+
+
+class OfAKind(metaclass=Kinds):
+    pass
+
+
+def attribute_of_a_metaclass():
+    def step(model, optim, batch):
+        return train(model, optim, batch, OfAKind.scale)
+
+    def change(number):
+        Kinds.scale = halved(number)
+
+    return World(step, change=change)
+
+
+def imported_in_the_step():
+    sys.modules["settings_of_the_user"] = SETTINGS
+
+    def step(model, optim, batch):
+        from settings_of_the_user import scale
+
+        return train(model, optim, batch, scale)
+
+    def change(number):
+        SETTINGS.scale = halved(number)
+
+    change(0)
+    return World(step, change=change)
+
+
+def hooks_on_saved_tensors():
+    mode = contextlib.ExitStack()
+
+    def change(number):
+        if number == 2:
+            mode.enter_context(
+                torch.autograd.graph.saved_tensors_hooks(
+                    lambda saved: saved * 0.5, lambda saved: saved
+                )
+            )
+        elif number == 4:
+            mode.close()
+
+    return World(train, change=change)
+
+
+class HasConfig(nn.Linear):
+    """A classifier of many classes, whose config names each of them."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.config = types.SimpleNamespace(zeta=1.0)
+        self.config.names = {number: str(number) for number in range(3000)}
+
+    def forward(self, x):
+        return super().forward(x) * self.config.zeta
+
+
+def beside_a_long_table():
+    model = HasConfig()
+
+    def change(number):
+        model.config.zeta = halved(number)
+
+    return World(train, change=change, model=model)
+
+
+def beside_a_long_list():
+    names, weights = [str(number) for number in range(5000)], {"zeta": 1.0}
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, weights["zeta"] * (len(names) - 4999))
+
+    def change(number):
+        weights["zeta"] = halved(number)
+
+    return World(step, change=change)
+
+
+class HalvesTanh(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        return found * 0.5 if func is torch.tanh else found
+
+
+def mode_of_torch_functions():
+    mode = contextlib.ExitStack()
+
+    def step(model, optim, batch):
+        return train(model, optim, torch.tanh(batch))
+
+    def change(number):
+        if number == 2:
+            mode.enter_context(HalvesTanh())
+        elif number == 4:
+            mode.close()
+
+    return World(step, change=change)
+
+
 def float_argument():
     numbers = [1.0]
 
@@ -595,6 +960,12 @@ def drawn_by_torch():
     return World(step, (generator,), left=lambda: generator.get_state().tolist())
 
 
+def hook_that_counts():
+    model, calls = nn.Linear(4, 4), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    return World(train, model=model, left=lambda: len(calls))
+
+
 class Lazy(nn.Linear):
     cache = None
 
@@ -630,6 +1001,16 @@ def environment():
         os.environ["TORCHSPMD_TEST_SCALE"] = str(halved(number))
 
     return World(step, change=change)
+
+
+def sets_environment():
+    os.environ["TORCHSPMD_TEST_SCALE"] = "1.0"
+
+    def step(model, optim, batch):
+        os.environ["TORCHSPMD_TEST_SCALE"] = "2.0"
+        return train(model, optim, batch)
+
+    return World(step, left=lambda: os.environ["TORCHSPMD_TEST_SCALE"])
 
 
 def far_down_a_list():
@@ -676,13 +1057,13 @@ def raises_later():
 
 
 def large_array():
-    numbers = np.ones(5000)
+    numbers = np.ones(50_000)
 
     def step(model, optim, batch):
         return train(model, optim, batch, float(numbers.mean()))
 
     def change(number):
-        numbers[7] = 5000.0 * number
+        numbers[7] = 50_000.0 * number
 
     return World(step, change=change)
 
@@ -703,12 +1084,6 @@ def deep_data():
         inner["scale"] = halved(number)
 
     return World(step, change=change)
-
-
-def hook_that_counts():
-    model, calls = nn.Linear(4, 4), []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    return World(train, model=model, left=lambda: len(calls))
 
 
 def file_that_is_read():
@@ -821,6 +1196,7 @@ ROWS = {
     "a list in a dict of self": Row(deep_in_self, programs=3),
     "self holds the model": Row(trainer_with_a_model, programs=3),
     "a variable around the step": Row(closure, programs=3),
+    "an object whose __getattr__ raises KeyError": Row(settings_that_raise, programs=3),
     "a global of a helper": Row(global_of_a_helper, programs=3),
     "a global of a forward": Row(global_of_a_forward, programs=3),
     "a variable of a decorator": Row(decorated, programs=3),
@@ -835,6 +1211,93 @@ ROWS = {
     "a variable of a thread": Row(variable_of_a_thread, programs=3),
     "a hook of all modules": Row(hook_of_all_modules, programs=2),
     "a hook of all optimizers": Row(hook_of_all_optimizers, programs=2),
+    "what a forward hook reads": Row(read_by_a_hook(scales_output), programs=3),
+    "what a hook keeps": Row(read_by_a_hook(scales_input), programs=3),
+    "what a gradient hook reads": Row(read_by_a_hook(scales_gradient), programs=3),
+    "what a hook of an optimizer reads": Row(hook_of_an_optimizer, programs=3),
+    "an attribute of an optimizer": Row(attribute_of_an_optimizer, programs=3),
+    "a dict in a parameter group": Row(
+        held_by_a_group(
+            lambda: {"scale": 1.0}, lambda own, value: own.update(scale=value)
+        ),
+        programs=3,
+    ),
+    "a dataclass in a parameter group": Row(
+        held_by_a_group(Config, set_scale_of), programs=3
+    ),
+    "a function in a parameter group": Row(
+        held_by_a_group(function_with_settings, set_scale_of), programs=3
+    ),
+    "scheduler.get_last_lr()": Row(
+        scheduler(lambda schedule: schedule.get_last_lr()[0]), programs=3
+    ),
+    "scheduler.last_epoch": Row(
+        scheduler(lambda schedule: 0.5 if schedule.last_epoch > 2 else 1.0), programs=5
+    ),
+    "a threading.Event": Row(
+        held_by(threading.Event, lambda e: 0.5 if e.is_set() else 1.0, set_or_clear),
+        programs=2,
+    ),
+    "a UserList": Row(
+        held_by(lambda: collections.UserList([1.0]), lambda held: held[0], set_item),
+        programs=3,
+    ),
+    "a ChainMap": Row(
+        held_by(lambda: collections.ChainMap({0: 1.0}), lambda m: m[0], set_item),
+        programs=3,
+    ),
+    "an array.array": Row(
+        held_by(lambda: array.array("d", [1.0]), lambda a: a[0], set_item), programs=3
+    ),
+    "a list of 1,000 numbers": Row(
+        held_by(lambda: [1.0] * 1000, lambda held: held[700], set_item_700), programs=3
+    ),
+    "a table of 1,000 numbers": Row(
+        held_by(
+            lambda: dict.fromkeys(range(1000), 1.0),
+            lambda held: held[700],
+            set_item_700,
+        ),
+        programs=3,
+    ),
+    "an array of 1,000 numbers": Row(
+        held_by(lambda: np.ones(1000), lambda held: float(held[700]), set_item_700),
+        programs=3,
+    ),
+    "a bytearray": Row(
+        held_by(
+            lambda: bytearray(b"2"),
+            float,
+            lambda b, value: set_item(b, ord("2") if value == 1.0 else ord("1")),
+        ),
+        programs=2,
+    ),
+    "a multiprocessing.Value": Row(
+        held_by(lambda: multiprocessing.Value("d", 1.0), lambda v: v.value, set_value),
+        programs=3,
+    ),
+    "a number beside a long table": Row(beside_a_long_table, programs=3),
+    "a number beside a long list around the step": Row(beside_a_long_list, programs=3),
+    "a global of a helper under no_grad": Row(
+        decorated_by_a_library(lambda batch: scale_without_gradients()), programs=3
+    ),
+    "a global of a context manager": Row(
+        decorated_by_a_library(lambda batch: scale_in_a_context()), programs=3
+    ),
+    "a global of a function chosen by type": Row(
+        decorated_by_a_library(scale_of), programs=3
+    ),
+    "the environment": Row(environment, programs=3),
+    "the environment, which the step sets": Row(
+        sets_environment, "os.environ.TORCHSPMD_TEST_SCALE: '1.0' -> '2.0'"
+    ),
+    "globals()['NAME']": Row(
+        decorated_by_a_library(lambda batch: globals()["SCALE"]), programs=3
+    ),
+    "an attribute of a metaclass": Row(attribute_of_a_metaclass, programs=3),
+    "a module that the step imports": Row(imported_in_the_step, programs=3),
+    "hooks on saved tensors": Row(hooks_on_saved_tensors, programs=2),
+    "a mode of torch functions": Row(mode_of_torch_functions, programs=2),
     "a float argument": Row(float_argument),
     "counters that the step does not read": Row(counted_beside),
     "a counter in a buffer": Row(counted_in_a_buffer),
@@ -866,6 +1329,10 @@ ROWS = {
         random_argument(lambda: random.Random(0)), "the state of args[3]"
     ),
     "numpy Generator of a module": Row(random_of_a_module, "the state of Noisy.rng"),
+    "a hook that counts": Row(
+        hook_that_counts,
+        "calls around hook hook_that_counts.<locals>.<lambda> of Linear",
+    ),
     "an iterator": Row(iterator_argument, "args[3]: an iterator"),
     "a generator around the step": Row(
         generator_around_the_step, "numbers around step: an iterator"
@@ -878,16 +1345,12 @@ ROWS = {
         scaler_of_a_trainer(True), "scaler around step: a GradScaler that is in no"
     ),
     "a GradScaler that is off": Row(scaler_of_a_trainer(False)),
-    "the environment": Row(environment, STALE, shadow="since call 3"),
     "a list of thousands": Row(far_down_a_list, STALE, shadow="since call 2"),
     "a large array": Row(large_array, STALE, shadow="since call 2"),
     "data deeper than six levels": Row(deep_data, STALE, shadow="since call 3"),
     "a file": Row(file_that_is_read, STALE, shadow="since call 3"),
     "an object of an installed package": Row(
         object_of_a_package, STALE, shadow="since call 3"
-    ),
-    "a hook that counts": Row(
-        hook_that_counts, STALE, shadow="calls around <lambda>: its items"
     ),
     "isinstance(p, nn.Parameter)": Row(
         by_parameter(lambda p, held: 0.5 if isinstance(p, nn.Parameter) else 1.0)
@@ -1067,3 +1530,27 @@ def test_what_is_not_looked_at_is_said():
     _, step = run(ROWS["a list of thousands"], compile(shadow=0))
     assert "numbers around step" in step.explain()
     assert "not guarded" in step.explain()
+
+
+def test_a_step_that_reads_the_clock():
+    start = time.monotonic()
+
+    def step(model, optim, batch):
+        return train(model, optim, batch, 2.0 if time.monotonic() > start else 1.0)
+
+    model = nn.Linear(4, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(CaptureWarning, match="the step reads the clock") as caught:
+        compile(step)(model, optim, torch.ones(2, 4))
+    (text,) = [str(each.message) for each in caught]
+    assert "if time.monotonic() > start else 1.0" in text
+    assert "Read the clock where the step is called, and pass what depends" in text
+
+
+def test_anomaly_detection_that_comes_later():
+    model = nn.Linear(4, 4)
+    optim, step = torch.optim.SGD(model.parameters(), lr=0.1), compile(train)
+    step(model, optim, torch.ones(2, 4))
+    with torch.autograd.set_detect_anomaly(True):
+        with pytest.raises(CaptureError, match="anomaly detection reads every"):
+            step(model, optim, torch.ones(2, 4))

@@ -200,7 +200,8 @@ def test_what_points_back_ends():
 
 def test_what_is_beyond_is_listed_once():
     train = compile(step)
-    losses(train, lambda m: None, list(range(MAX_LEAVES + 1)), lambda d: 1.0)
+    data = [*range(MAX_LEAVES), object]
+    losses(train, lambda m: None, data, lambda d: 1.0)
     (line,) = [line for line in train.explain().splitlines() if "not guarded" in line]
     assert "beyond 512 values or 6 levels: Scaled.data; if one changes" in line
 

@@ -177,8 +177,60 @@ def test_gradients_cleared_before_an_error():
 
 
 def test_argument_that_changes_without_a_sign():
-    text = refusal(lambda model, optim, batch, extra: None, bytearray(2))
+    text = refusal(lambda model, optim, batch, extra: None, bytearray(1 << 17))
     assert "argument args[3] is a bytearray" in text
+
+
+def test_a_step_that_calls_a_compiled_step():
+    inner = compile(plain)
+
+    def outer(model, optim, batch):
+        return inner(model, optim, batch)
+
+    model = nn.Linear(8, 4)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError) as caught:
+        compile(outer)(model, optim, torch.randn(6, 8))
+    text = str(caught.value)
+    assert "a step that is captured calls plain, which is a compiled step" in text
+    assert "return inner(model, optim, batch)" in text
+    assert "plain.__wrapped__" in text
+    inner(model, optim, torch.randn(6, 8))
+
+
+def test_batch_norm_without_momentum():
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, momentum=None))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match="a batch norm with momentum=None averages"):
+        compile(plain)(model, optim, torch.randn(6, 8))
+
+
+def test_a_gradient_of_another_shape_than_its_parameter():
+    model = nn.Sequential(nn.Embedding(4, 8))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.tensor([1])).sum().backward()
+    model[0].weight.data = torch.ones(5, 8)
+    with pytest.raises(CaptureError) as caught:
+        compile(plain)(model, optim, torch.tensor([1]))
+    text = str(caught.value)
+    assert "Sequential.0.weight.grad is of shape [4, 8], and its parameter" in text
+    assert "Call zero_grad() before the step." in text
+    model.zero_grad()
+    compile(plain)(model, optim, torch.tensor([1]))
+
+
+def test_packed_sequences():
+    def step(model, optim, batch):
+        loss = model(batch)[0].data.sum()
+        loss.backward()
+        optim.step()
+
+    model = nn.GRU(8, 4, batch_first=True)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    lengths = torch.tensor([3, 2])
+    batch = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 3, 8), lengths, True)
+    with pytest.raises(CaptureError, match="a packed sequence has sizes that depend"):
+        compile(step)(model, optim, batch)
 
 
 def test_input_that_requires_gradients():

@@ -172,6 +172,27 @@ def test_a_hook_keeps_no_model():
     assert found() is None
 
 
+def hooked_model(of):
+    model, factors = nn.Sequential(nn.Linear(4, 4)), [2.0]
+    if of == "a layer":
+        model[0].register_forward_hook(lambda *args: args[2] * len(model) * factors[0])
+    else:
+        model[0].weight.register_hook(lambda grad: grad * len(model) * factors[0])
+    return model
+
+
+@pytest.mark.parametrize("of", ("a layer", "a gradient"))
+def test_a_hook_that_names_its_model_does_not_keep_it(of):
+    compiled, model = compile(step), hooked_model(of)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        compiled(model, optim, torch.randn(3, 4))
+    found = weakref.ref(model)
+    del model, optim
+    gc.collect()
+    assert found() is None
+
+
 @dataclass
 class Scale:
     """A hook without a hash."""

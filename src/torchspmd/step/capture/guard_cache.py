@@ -19,7 +19,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchspmd import _torch
-from torchspmd.step.capture.guards import ambient_facts, walk_data
+from torchspmd.step.capture.guards import ambient_facts, own_attributes, walk_data
 from torchspmd.step.capture.inventory import (
     Inventory,
     Number,
@@ -28,7 +28,7 @@ from torchspmd.step.capture.inventory import (
     is_liftable,
     own_table,
 )
-from torchspmd.step.capture.python_values import Fact, simple_fact
+from torchspmd.step.capture.python_values import Fact, Same, simple_fact
 from torchspmd.step.capture.snapshots import is_same_items
 
 _form = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -328,6 +328,7 @@ class OptimizerFacts:
         self._optimizer = weakref.ref(optimizer)
         self._type = type(optimizer)
         self._hooks = _hook_keys(optimizer)
+        self._own = _own_facts(optimizer)
         self._lifted = {(id(n.holder), n.key, n.path) for n in numbers}
         self._groups = optimizer.param_groups
         self._facts = [_group_facts(g, self._lifted) for g in self._groups]
@@ -342,7 +343,7 @@ class OptimizerFacts:
         optimizer = self._optimizer()
         if optimizer is None or type(optimizer) is not self._type:
             return False
-        if _hook_keys(optimizer) != self._hooks:
+        if _hook_keys(optimizer) != self._hooks or _own_facts(optimizer) != self._own:
             return False
         groups = optimizer.param_groups
         if groups is not self._groups or len(groups) != len(self._params):
@@ -393,6 +394,7 @@ class ScalerFacts:
         return list(_torch.scaler_tensors(scaler, torch.device("cpu")).values())
 
 
+_BY_VALUE = frozenset((bool, int, float, str, bytes, type(None)))
 _LIFTED = object()  # in the place of a number that is an input of the graph
 
 
@@ -414,7 +416,14 @@ def _group_facts(group: dict[str, Any], lifted: set[tuple[Any, ...]]) -> list[An
 def _item_fact(item: Any, is_lifted: bool) -> Any:
     if is_lifted and is_liftable(item):
         return _LIFTED
-    return type(item), id(item) if isinstance(item, torch.Tensor) else item
+    # What has parts is looked at where the data is: here, whether it is the same.
+    return type(item), item if type(item) in _BY_VALUE else id(item)
+
+
+def _own_facts(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's own attributes: simple ones by value, others by identity."""
+    own = own_attributes(optimizer)
+    return {key: simple_fact(value) or Same(value) for key, value in own.items()}
 
 
 def _hook_keys(optimizer: Optimizer) -> list[list[int]]:

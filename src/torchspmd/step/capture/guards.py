@@ -1,10 +1,12 @@
 """The signature of a call: all that a program took for granted, as one comparable value."""
 
 from collections.abc import Iterator
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
@@ -17,6 +19,11 @@ from torchspmd.step.capture.python_values import (
     Same,
     Walk,
     simple_fact,
+)
+from torchspmd.step.capture.user_code import (
+    attribute_of,
+    is_users_function,
+    users_functions_in,
 )
 
 # Each guarded fact by its name. Two calls may share a program when all facts are equal.
@@ -50,25 +57,6 @@ def walk_arguments(inventory: Inventory) -> Walk:
     """A walk through the objects among the arguments."""
     walk = _begin_walk(inventory)
     for _ in _constant_facts(inventory, walk):
-        pass
-    return walk
-
-
-def walk_hooks(inventory: Inventory) -> Walk:
-    """A walk through what the user's hooks can reach; guards do not compare it."""
-    walk = _begin_walk(inventory)
-    holders: list[tuple[Any, tuple[str, ...]]] = [
-        *((child, _torch.HOOK_TABLES) for _, child in inventory.named_modules()),
-        *((o, _torch.OPTIMIZER_HOOK_TABLES) for _, o in inventory.optimizers),
-        *((slot.tensor, _torch.GRADIENT_HOOK_TABLES) for slot in inventory.slots),
-    ]
-    hooks = [
-        hook
-        for holder, tables in holders
-        for _, _, hook in _torch.hooks_of(holder, tables)
-        if not is_of_step(hook)
-    ]
-    for _ in walk.reached_from(*hooks):
         pass
     return walk
 
@@ -108,10 +96,55 @@ def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
     """Arguments that are no tensors, modules, and all that the step's code can reach."""
     yield from _constant_facts(inventory, walk)
     yield from _module_facts(inventory, walk)
-    for _, optimizer in inventory.optimizers:
+    for name, optimizer in inventory.optimizers:
         walk.add_class(type(optimizer))
+        for key, value in own_attributes(optimizer).items():
+            yield from walk.whole(f"{name}.{key}", value)
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params" and _has_parts(value):
+                    yield from walk.whole(f"{name}.group{number}.{key}", value)
     step = inventory.function
-    yield from walk.reached_from(*(() if step is None else (step,)))
+    functions = () if step is None else (step,)
+    yield from walk.reached_from(*functions, hooks=_named_hooks(inventory))
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether a hyper-parameter is no number, text or tensor, nor a list of them."""
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    traced = torch.Tensor, *_torch.numbers.SYMBOLIC  # numbers, while a step is traced
+    return any(
+        isinstance(item, FunctionType)
+        or not (isinstance(item, traced) or simple_fact(item) is not None)
+        for item in items
+    )
+
+
+def _named_hooks(inventory: Inventory) -> Iterator[tuple[str, Any]]:
+    """The user's hooks that run in a step, by name; which there are is guarded apart."""
+    holders: list[tuple[str, Any, tuple[str, ...]]] = [
+        *((path, each, _torch.HOOK_TABLES) for path, each in inventory.named_modules()),
+        *((n, each, _torch.OPTIMIZER_HOOK_TABLES) for n, each in inventory.optimizers),
+        *(
+            (slot.name, slot.tensor, _torch.GRADIENT_HOOK_TABLES)
+            for slot in inventory.slots
+            if slot.role is Role.PARAMETER
+        ),
+    ]
+    for path, holder, tables in holders:
+        for _, _, hook in _torch.hooks_of(holder, tables):
+            if not is_of_step(hook):
+                yield from _as_written(f"hook {name_of_hook(hook)} of {path}", hook)
+    for hook in _torch.global_hooks().values():
+        yield from _as_written(f"hook {name_of_hook(hook)}", hook)
+
+
+def _as_written(path: str, hook: Any) -> Iterator[tuple[str, Any]]:
+    """A hook, or the user's functions in it: a function of a library is not held."""
+    if isinstance(hook, FunctionType):
+        yield from ((path, function) for function in users_functions_in(hook))
+    else:
+        yield path, hook
 
 
 def explain_difference(old: Signature, new: Signature) -> list[str]:
@@ -156,7 +189,12 @@ def ambient_facts() -> Iterator[tuple[str, Any]]:
     yield "gradients enabled", torch.is_grad_enabled()
     yield "default dtype", torch.get_default_dtype()
     yield "autocast", _torch.autocast_state()
-    yield "hooks of all modules and optimizers", _torch.global_hook_keys()
+    yield "hooks of all modules and optimizers", tuple(_torch.global_hooks())
+    yield "modes of torch functions", _torch.function_modes()
+    yield "kernels of attention", _torch.attention_kernels()
+    yield "hooks on saved tensors", _torch.saved_tensor_hooks()
+    looks_for_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    yield "anomaly detection", looks_for_nan
 
 
 class TensorFact(NamedTuple):
@@ -266,7 +304,7 @@ def _attribute_facts(
 ) -> Iterator[tuple[str, Any]]:
     walk.add_class(type(module))
     simple: list[Any] = [type(module)]
-    for key, value in sorted(_own_attributes(module).items()):
+    for key, value in sorted(_without_wrappers(module).items()):
         if (fact := simple_fact(value)) is not None:
             walk.add_function(f"{path}.{key}", value)
             simple.append((key, fact))
@@ -275,9 +313,24 @@ def _attribute_facts(
     yield path, tuple(simple)
 
 
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, without what stands there while an update is pending."""
-    own = {key: _look_through(value) for key, value in vars(module).items()}
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer of the user's own keeps beside its groups and states."""
+    return {
+        key: value
+        for key, value in sorted(_without_wrappers(optimizer).items())
+        if key not in _torch.OPTIMIZER_TABLES and not _is_method_of_torch(value)
+    }
+
+
+def _is_method_of_torch(value: Any) -> bool:
+    """Whether it is a method that torch has put there, as a scheduler does."""
+    function = value.__func__ if isinstance(value, MethodType) else value
+    return isinstance(function, FunctionType) and not is_users_function(function)
+
+
+def _without_wrappers(owner: nn.Module | Optimizer) -> dict[str, Any]:
+    """An object's attributes, without what stands there while an update is pending."""
+    own = {key: _look_through(value) for key, value in vars(owner).items()}
     return {key: value for key, value in own.items() if value is not _NOTHING}
 
 
@@ -307,7 +360,7 @@ class HookFact(tuple[Any, ...]):
 
 def name_of_hook(hook: Any) -> str:
     """What a hook is called in texts."""
-    return str(getattr(hook, "__qualname__", type(hook).__name__))
+    return str(attribute_of(hook, "__qualname__", type(hook).__name__))
 
 
 def _hooks(holder: Any, tables: tuple[str, ...]) -> HookFact:
@@ -353,4 +406,6 @@ def _without_lifted(label: str, value: Any, lifted: set[str]) -> Any:
         )
     if isinstance(value, torch.Tensor):
         return "tensor"
-    return "an input of the graph" if label in lifted else value
+    if label in lifted:
+        return "an input of the graph"
+    return type(value) if simple_fact(value) is None else value

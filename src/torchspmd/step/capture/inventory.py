@@ -456,6 +456,12 @@ def _add_gradients(inventory: Inventory) -> None:
     for place, slot in parameters:
         assert slot.tensor.grad is not None
         name = f"{slot.name}.grad"
+        if slot.tensor.grad.shape != slot.tensor.shape:
+            raise CaptureError(
+                f"compile: {name} is of shape {list(slot.tensor.grad.shape)}, and its "
+                f"parameter of {list(slot.tensor.shape)}: the parameter was resized since "
+                "(resize_token_embeddings does that). Call zero_grad() before the step."
+            )
         inventory.gradients[place] = inventory.add(
             name, Role.GRADIENT, slot.tensor.grad
         )

@@ -10,17 +10,21 @@ a graph, or refused by it.
 """
 
 import argparse
+import ctypes
 import functools
 import itertools
+import os
 import sys
 import threading
 import weakref
-from collections import deque
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from io import IOBase
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -35,19 +39,23 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchspmd.step.capture import snapshots
 from torchspmd.step.capture.user_code import (
     CALLED_BY_TORCH,
+    attribute_of,
+    imported_module,
     is_users_file,
     is_users_function,
     methods_of,
     names_in,
     unwrapped,
+    users_functions_in,
 )
 
-MAX_LEAVES = 512  # values in each argument and attribute of a module or a class
-MAX_REACHED = 4 * MAX_LEAVES  # values that the step's code reaches, all together
+MAX_LEAVES = 512  # in each argument, attribute of a module, and value that code names
+MAX_REACHED = 32 * MAX_LEAVES  # in values that the step's code names, all together
 MAX_DEPTH = 6
 
 # ----------------------------------------------------------------------------
@@ -136,7 +144,17 @@ def _fact_of_whole(value: Any) -> Fact:
 
 # Their objects keep books (caches, counters) that say nothing about a step.
 _CLOSED = frozenset({"torch", "torchspmd", "numpy", *sys.stdlib_module_names})
-_OPEN = (SimpleNamespace, argparse.Namespace, threading.local)
+_OPEN = (
+    *(SimpleNamespace, argparse.Namespace, threading.local, threading.Event),
+    *(UserDict, UserList, ChainMap, SynchronizedBase),
+)
+_BUFFERS = (
+    bytearray,
+    array,
+    ctypes.Array,
+    ctypes.Structure,
+    ctypes._SimpleCData,
+)
 # Tables of tensors and hooks, which are guarded elsewhere or say nothing about a step.
 BOOKS_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _TABLES = (dict, MappingProxyType)
@@ -182,15 +200,29 @@ _OF_PARTIALS = ("func", "args", "keywords")
 
 
 def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    found = dict(getattr(value, "__dict__", {}))
+    found = dict(attribute_of(value, "__dict__", {}))
     for name in _slot_names(type(value)):
-        if (held := getattr(value, name, snapshots.MISSING)) is not snapshots.MISSING:
+        held = attribute_of(value, name, snapshots.MISSING)
+        if held is not snapshots.MISSING:
             found[name] = held
     skipped: frozenset[str] = frozenset()
     if isinstance(value, nn.Module):
         skipped = BOOKS_OF_MODULES - {"_modules"}
     for key in sorted(found.keys() - skipped):
         yield f".{key}", found[key]
+
+
+def _flat_fact(value: Any) -> Fact | None:
+    """What is guarded about a long list or table of numbers, texts and the like."""
+    if isinstance(value, _BOUND) or not MAX_LEAVES < len(value) <= snapshots.MOST_ITEMS:
+        return None
+    items = (*value, *value.values()) if isinstance(value, _TABLES) else tuple(value)
+    facts = tuple(map(simple_fact, items))
+    return None if None in facts else Fact((type(value), facts))
+
+
+def _has_parts(part: tuple[str, Any]) -> bool:
+    return simple_fact(part[1]) is None
 
 
 def _key_text(key: Any) -> str:
@@ -255,13 +287,17 @@ def _is_users_class(kind: type) -> bool:
 def _is_users_object(value: Any) -> bool:
     """Whether a value is an object of the user's own, with attributes."""
     is_more = isinstance(value, (nn.Module, Optimizer))
-    return not is_more and hasattr(value, "__dict__") and _is_users_class(type(value))
+    return (
+        not is_more
+        and attribute_of(value, "__dict__") is not None
+        and _is_users_class(type(value))
+    )
 
 
 # ----------------------------------------------------------------------------
 # The walk.
 
-_MAX_ARRAY_BYTES = 4096  # compared before each call
+_MAX_ARRAY_BYTES = 1 << 16  # compared before each call
 _MAX_WRITTEN_BYTES = 1 << 24  # compared before and after a capture
 
 
@@ -308,6 +344,7 @@ class Walk:
         self._globals: set[tuple[int, str]] = set()
         self._names: set[str] = set(CALLED_BY_TORCH)  # of attributes, in their code
         self._is_open = False  # whether attributes are read by names that are computed
+        self._is_of_hook = False  # whether it is a hook whose code is read
         self._made: set[type] = set()  # classes that the step may make objects of
         self._objects: list[_Named] = []
         self._taken: dict[tuple[int, type], snapshots.Snapshot] = {}
@@ -326,10 +363,26 @@ class Walk:
         """What is guarded about a value and all that is in it."""
         return self._begin(path, value, is_named=False)
 
-    def reached_from(self, *functions: Callable[..., Any]) -> Iterator[NamedFact]:
-        """What is guarded about all that the code of functions can read."""
+    def reached_from(
+        self, *functions: Callable[..., Any], hooks: Iterable[tuple[str, Any]] = ()
+    ) -> Iterator[NamedFact]:
+        """What is guarded about all that the code of functions can read.
+
+        Args:
+            functions: The step.
+            hooks: What modules, optimizers and gradients call on the way, by name.
+        """
         for function in functions:
             yield from self._start(function)
+        yield from self._follow()
+        self._is_of_hook = True
+        for path, hook in hooks:
+            yield from self._begin(path, hook, is_named=True)
+        yield from self._follow()
+        self._hold_objects()
+
+    def _follow(self) -> Iterator[NamedFact]:
+        """Read the code of all functions that were found, until there is no more."""
         size = None
         while size != (size := self._size()):
             for name, found in list(self._functions.values()):
@@ -339,7 +392,6 @@ class Walk:
             self._add_methods()
             for each in list(self._objects):
                 yield from self._named_attributes(each)
-        self._hold_objects()
 
     def add_class(self, kind: type) -> None:
         """Note a class and its bases, as far as they are the user's."""
@@ -349,8 +401,9 @@ class Walk:
 
     def add_function(self, path: str, value: Any) -> None:
         """Note a function, if it is the user's: what its code names can change too."""
-        if is_users_function(value):
-            self._functions.setdefault(id(value), (path, value))
+        if isinstance(value, FunctionType):
+            for function in users_functions_in(value):
+                self._functions.setdefault(id(function), (path, function))
 
     # ------------------------------------------------------------------------
     # Values, by their kind.
@@ -358,10 +411,11 @@ class Walk:
     def _begin(
         self, path: str, value: Any, depth: int = 0, *, is_named: bool
     ) -> Iterator[NamedFact]:
-        self._left = self._left_for_code if is_named else MAX_LEAVES
+        allowed = min(MAX_LEAVES, self._left_for_code) if is_named else MAX_LEAVES
+        self._left = allowed
         yield from self._value(path, value, depth, is_named=is_named)
         if is_named:
-            self._left_for_code = self._left
+            self._left_for_code -= allowed - self._left
 
     def _value(
         self, path: str, value: Any, depth: int, *, is_named: bool
@@ -379,6 +433,7 @@ class Walk:
             if is_named and _is_users_class(value):
                 self._made.add(value)
             self.add_class(value)
+            self.add_class(type(value))
             yield path, Fact((type, value))
         elif (simple := simple_fact(value)) is not None:
             self.add_function(path, value)
@@ -414,6 +469,9 @@ class Walk:
             text = "" if isinstance(value, _BOUND) else f" of {len(value)}"
             yield path, Fact((kind, _Text(f"{kind.__name__}{text}")))
             parts = parts_of(value)
+            if (flat := _flat_fact(value)) is not None:  # one fact for many items
+                yield f"items of {path}", flat
+                parts = iter(())
             if not isinstance(value, _UNCHANGING):
                 self._hold(value, snapshots.Items(path, value))
             elif isinstance(value, ContextVar):
@@ -448,11 +506,18 @@ class Walk:
         if any(each.__module__ == "numpy" for each in kind.__mro__):
             yield path, self._array(path, value)
             return
+        if isinstance(value, _BUFFERS):
+            yield path, self._buffer(path, value)
+            return
+        if isinstance(value, LRScheduler):  # it counts steps, which few steps read
+            self._objects.append(_Named(path, value, depth))
+            yield path, Fact((kind, Same(value)))
+            return
         is_module = isinstance(value, nn.Module)
         if not is_module and not _is_closed(kind) and holds_model(value):
             self.beyond.append(f"{path} (it holds a model: by identity)")
         elif is_module or isinstance(value, _OPEN) or not _is_closed(kind):
-            if hasattr(value, "__dict__") or _slot_names(kind):
+            if attribute_of(value, "__dict__") is not None or _slot_names(kind):
                 self._hold_attributes(path, value)
                 yield path, Fact((kind, _Text(kind.__name__)))
                 parts = _attributes_of(value)
@@ -469,7 +534,9 @@ class Walk:
         *,
         is_named: bool,
     ) -> Iterator[NamedFact]:
-        for key, item in parts:
+        # What has parts itself comes last: one long table must not hide what is beside it.
+        first = list(itertools.islice(parts, max(self._left, 0) + 1))
+        for key, item in sorted(first, key=_has_parts):
             if self._left <= 0:
                 yield path, self._stop(path, kind)
                 return
@@ -499,9 +566,16 @@ class Walk:
             return self._stop(path, type(value))
         return Fact((type(value), (str(value.dtype), value.shape, value.tobytes())))
 
+    def _buffer(self, path: str, value: Any) -> Fact:
+        """Memory of Python's own library: what is in it, where that is little."""
+        if memoryview(value).nbytes > _MAX_ARRAY_BYTES:
+            return self._stop(path, type(value))
+        self._hold(value, snapshots.Buffer(path, value))
+        return Fact((type(value), bytes(memoryview(value))))
+
     def _hold_attributes(self, path: str, value: Any) -> None:
         self.add_class(type(value))
-        if hasattr(value, "__dict__"):
+        if attribute_of(value, "__dict__") is not None:
             self._hold(value, snapshots.Attributes(path, value))
         if names := _slot_names(type(value)):
             self._hold(value, snapshots.Slots(path, value, names))
@@ -548,11 +622,12 @@ class Walk:
         self._names |= names.attributes
         self._is_open = self._is_open or names.is_open
         yield f"code of {name}", Fact((FunctionType, code))
-        found: list[tuple[str, Any]] = []
-        if cells := function.__closure__:
-            self._hold(function, snapshots.Cells(name, code.co_freevars, cells))
-            for variable, cell in zip(code.co_freevars, cells, strict=True):
-                found.append((f"{variable} around {name}", snapshots.contents_of(cell)))
+        if names.environment:
+            self._hold(code, snapshots.Environment(names.environment))
+            for variable in sorted(names.environment):
+                text = os.environ.get(variable)
+                yield f"os.environ[{variable!r}]", Fact((type(text), text))
+        found = [*self._around(name, function)]
         if variables := sorted(names.globals):
             file = f"global {function.__module__}"
             values = snapshots.Attributes(file, None, table=table, names=variables)
@@ -561,12 +636,31 @@ class Walk:
                 if variable in table and (id(table), variable) not in self._globals:
                     self._globals.add((id(table), variable))
                     found.append((f"{file}.{variable}", table[variable]))
+        package = table.get("__package__")
+        for level, imported in sorted(names.imports):
+            module = imported_module(level, imported, package)
+            found.append((f"module {imported}", module or snapshots.MISSING))
         for value in filter(None, (function.__defaults__, function.__kwdefaults__)):
             found.append((f"defaults of {name}", value))
         self._objects.append(_Named(name, function, 0))
         for path, value in found:
             if value is not snapshots.MISSING:
                 yield from self._begin(path, value, is_named=True)
+
+    def _around(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+        """The variables around a function, which are held from now on."""
+        variables = function.__code__.co_freevars
+        cells = dict(zip(variables, function.__closure__ or (), strict=True))
+        for variable, cell in cells.items():
+            yield f"{variable} around {name}", snapshots.contents_of(cell)
+        if self._is_of_hook:  # the hook of a model must not keep it alive
+            cells = {
+                variable: cell
+                for variable, cell in cells.items()
+                if id(snapshots.contents_of(cell)) not in self._known
+            }
+        if cells:
+            self._hold(function, snapshots.Cells(name, cells))
 
     def _class_facts(self) -> Iterator[NamedFact]:
         """What is guarded about each class that was noted since the last time."""

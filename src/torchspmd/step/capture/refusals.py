@@ -3,9 +3,12 @@
 import contextlib
 import traceback
 from collections.abc import Iterator, Sequence
+from types import FrameType
 
 import torch
+from torch import nn
 from torch.distributions import Distribution
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from torchspmd import _torch
@@ -64,10 +67,17 @@ def _explain(error: Exception, owner: Owner, closed: Sequence[str]) -> tuple[str
 def _explain_values(error: Exception, owner: Owner) -> tuple[str, str]:
     if torch.is_anomaly_enabled():
         return "anomaly detection reads every gradient's values", _ANOMALY_FIX
-    optimizer = _running_optimizer(error)
+    running = [frame.f_locals.get("self") for frame in _frames(error)]
+    for kind, what, fix in _OF_MODULES:
+        if any(isinstance(each, kind) for each in running):
+            return what, fix
+    optimizer = next((each for each in running if isinstance(each, Optimizer)), None)
     if owner.phase is Phase.OPTIMIZER and optimizer is not None:
-        what = f"{optimizer} chooses what to do by a value that is not known yet"
-        return what, _OPTIMIZER_FIX
+        name = type(optimizer).__name__
+        return (
+            f"{name} chooses what to do by a value that is not known yet",
+            _OPTIMIZER_FIX,
+        )
     if (operator := _torch.operator_of_unknown_size(error)) is not None:
         return f"the size of what {operator} makes depends on values", _SIZE_FIX
     return "the step needs a tensor's value while it is captured", _VALUE_FIX
@@ -202,13 +212,26 @@ def _is_in_distribution(error: BaseException | None) -> bool:
 _VALIDATING = ("__init__", "_validate_sample")
 
 
-def _running_optimizer(error: BaseException) -> str | None:
-    """The class of the optimizer whose step failed."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Optimizer):
-            return type(owner).__name__
-    return None
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """What ran when an error was raised, the outermost first."""
+    return (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+# Modules of torch that ask for values, what for, and what to do instead.
+_OF_MODULES: tuple[tuple[type[nn.Module], str, str], ...] = (
+    (
+        _BatchNorm,
+        "a batch norm with momentum=None averages by the number of batches so far",
+        "A graph has no values before it runs, and torch reads that number on the host."
+        "\nGive the module a number, such as momentum=0.1.",
+    ),
+    (
+        nn.RNNBase,
+        "a packed sequence has sizes that depend on its values",
+        "A graph has no values before it runs.\nPass padded sequences, and mask what is "
+        "behind the end of each: torch.where, or ignore_index of the loss.",
+    ),
+)
 
 
 @contextlib.contextmanager

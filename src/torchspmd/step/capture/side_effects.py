@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.layout.retired import is_retired
-from torchspmd.step.capture.guards import ambient_facts, walk_data, walk_hooks
+from torchspmd.step.capture.guards import ambient_facts, walk_data
 from torchspmd.step.capture.inventory import Counter, CountersError, Inventory, Role
 from torchspmd.step.capture.python_values import parts_of
 from torchspmd.step.capture.refusals import noting_refusals
@@ -35,7 +35,7 @@ from torchspmd.step.capture.snapshots import (
     is_plain,
 )
 from torchspmd.step.capture.trace_modes import replaced
-from torchspmd.step.capture.user_code import calling_line
+from torchspmd.step.capture.user_code import attribute_of, calling_line
 
 # ----------------------------------------------------------------------------
 # Traced tensors in places where a captured step cannot put their values.
@@ -112,7 +112,8 @@ def check_leaks(inventory: Inventory, stored: Sequence[str]) -> None:
             "put its value. Return the tensor from the step (from a forward, beside its "
             "output), or register a buffer and write into it with copy_(). Of a layer with "
             "torch.nn.utils.weight_norm or spectral_norm, which store their weight: use "
-            "those of torch.nn.utils.parametrizations."
+            "those of torch.nn.utils.parametrizations; of one with torch.nn.utils.prune, "
+            "register a parametrization that multiplies by the mask."
         )
 
 
@@ -336,11 +337,6 @@ def watch_python(inventory: Inventory) -> list[Watched]:
     return list(_watched_in(inventory))
 
 
-def watch_hooks(inventory: Inventory) -> list[Watched]:
-    """All that the user's hooks could change in Python, as it is now."""
-    return [Watched(each, Fix.OBJECT) for each in walk_hooks(inventory).taken]
-
-
 def undo_python(watched: list[Watched]) -> list[str]:
     """Put back what was changed since; what may not stay, as text."""
     texts = []
@@ -370,7 +366,7 @@ def _watched_in(inventory: Inventory) -> Iterator[Watched]:
         yield from _watched_table(name, optimizer, own, Fix.ATTRIBUTE, ignored)
     known = (nn.Module, Optimizer, GradScaler, torch.Tensor, type)
     for name, leaf in zip(inventory.names, inventory.leaves, strict=True):
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, known):
+        if attribute_of(leaf, "__dict__") is not None and not isinstance(leaf, known):
             yield Watched(Attributes(name, leaf), Fix.OBJECT)
     for each in walk_data(inventory).taken:
         is_random = isinstance(each, RandomState)

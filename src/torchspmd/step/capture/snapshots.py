@@ -4,6 +4,7 @@ One snapshot of each of them tells whether it still holds the very same objects 
 call of a step), what is other than it was (after a capture), and puts that back.
 """
 
+import os
 import pickle
 import random
 import sys
@@ -17,6 +18,8 @@ from types import CellType, MappingProxyType
 from typing import Any
 
 import torch
+
+from torchspmd.step.capture.user_code import attribute_of
 
 MISSING: Any = object()  # in the place of what is not there
 MOST_ITEMS = 4096  # of one container that are compared before each call
@@ -260,7 +263,7 @@ class Slots(Attributes):
         super().__init__(path, holder)
 
     def _read(self) -> Mapping[str, Any]:
-        found = ((name, getattr(self._holder, name, MISSING)) for name in self._names)
+        found = ((n, attribute_of(self._holder, n, MISSING)) for n in self._names)
         return {name: value for name, value in found if value is not MISSING}
 
     def put(self, key: Any, value: Any) -> None:
@@ -276,10 +279,8 @@ class Cells(Attributes):
 
     __slots__ = ()
 
-    def __init__(
-        self, path: str, names: Sequence[str], cells: Sequence[CellType]
-    ) -> None:
-        super().__init__(path, dict(zip(names, cells, strict=True)))
+    def __init__(self, path: str, cells: Mapping[str, CellType]) -> None:
+        super().__init__(path, cells)
 
     def _read(self) -> Mapping[str, Any]:
         found = ((name, contents_of(cell)) for name, cell in self._holder.items())
@@ -302,6 +303,26 @@ def contents_of(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return MISSING
+
+
+class Environment(Attributes):
+    """Variables of the environment, which gives another text whenever it is asked."""
+
+    __slots__ = ()
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__("os.environ", None, table=os.environ, names=names)
+
+    def holds(self) -> bool:
+        """Whether the variables have equal values."""
+        return self._get(os.environ) == self._values
+
+    def put(self, key: Any, value: Any) -> None:
+        """Set a variable, or delete it."""
+        if value is MISSING:
+            del os.environ[key]
+        else:
+            os.environ[key] = value
 
 
 class ContextValue(Attributes):
@@ -347,6 +368,29 @@ class Array(Snapshot):
     def put(self, key: Any, value: Any) -> None:
         """Fill it with other values."""
         self._array[...] = value
+
+
+class Buffer(Snapshot):
+    """Memory of Python's own library: a bytearray, an array, a number of ctypes."""
+
+    __slots__ = ("_before", "_buffer", "_path")
+
+    def __init__(self, path: str, buffer: Any) -> None:
+        self._path, self._buffer = path, buffer
+        self._before = bytes(memoryview(buffer))
+
+    def holds(self) -> bool:
+        """Whether it has the same bytes."""
+        return bytes(memoryview(self._buffer)) == self._before
+
+    def differences(self) -> Iterator[Difference]:
+        """Its bytes, as a whole."""
+        if not self.holds():
+            yield Difference(self._path, None, self._before, self._buffer)
+
+    def put(self, key: Any, value: Any) -> None:
+        """Fill it with other bytes."""
+        memoryview(self._buffer).cast("B")[:] = value
 
 
 class RandomState(Snapshot):

@@ -63,6 +63,8 @@ from torchspmd.step.capture.trace_modes import (
     StepFunctions,
     StepOperators,
     fake_for_transformers,
+    noting_clocks,
+    warn_of_clocks,
 )
 from torchspmd.step.capture.user_code import raises_itself, runs_for_user
 from torchspmd.step.graph.collectives import events_of
@@ -314,6 +316,7 @@ def _trace(
     stored: list[str] = []
     updated: set[tuple[int, int]] = set()
 
+    clocks: list[str] = []
     refused: list[Exception] = []
     before_all: list[BaseException] = []  # what the step raised before it did anything
 
@@ -350,7 +353,12 @@ def _trace(
 
     random_before = state_of_torch()
     try:
-        with phase("capture"), inputs.world.mode, torch.enable_grad():
+        with (
+            phase("capture"),
+            noting_clocks(clocks),
+            inputs.world.mode,
+            torch.enable_grad(),
+        ):
             graph = _torch.trace(run, inputs.flat)
     except Exception as error:
         if is_ours(error):
@@ -367,6 +375,7 @@ def _trace(
     refuse_changes(name, [*changes, *torch_changes(random_before)])
     check_leaks(inventory, stored)
     check_initial(inventory, updated)
+    warn_of_clocks(name, clocks)
     notes = tuple(change.text for change in changes if change.fix is None)
     return _Traced(graph, *found[-1], log, frozenset(updated), notes)
 

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import sys
+import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -11,9 +13,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
-from torchspmd.errors import CaptureError
+from torchspmd.errors import CaptureError, CaptureWarning
 from torchspmd.step.capture.refusals import noting_refusals
-from torchspmd.step.capture.user_code import calling_line, printing_line, runs_for_user
+from torchspmd.step.capture.user_code import (
+    calling_line,
+    is_users_file,
+    printing_line,
+    runs_for_user,
+)
 
 
 class FunctionMode(TorchFunctionMode, ABC):
@@ -54,6 +61,43 @@ def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
+
+
+# ----------------------------------------------------------------------------
+# The clock: the graph keeps what it was.
+
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time")
+
+
+@contextlib.contextmanager
+def noting_clocks(lines: list[str]) -> Iterator[None]:
+    """Inside, a line of the user's own that reads the clock is added to a list."""
+
+    def watched(read: Callable[[], Any]) -> Callable[[], Any]:
+        def wrapper() -> Any:
+            if is_users_file(sys._getframe(1).f_code.co_filename):
+                lines.append(calling_line())
+            return read()
+
+        return wrapper
+
+    names = [name + unit for name in _CLOCKS for unit in ("", "_ns")]
+    watching = [(time, name, watched(getattr(time, name))) for name in names]
+    with replaced(*watching):
+        yield
+
+
+def warn_of_clocks(function: str, lines: list[str]) -> None:
+    """Warn where a step reads the clock: no later call would."""
+    if lines:
+        text = "\n".join(f"  * {line}" for line in dict.fromkeys(lines))
+        warnings.warn(
+            f"compile on {function!r}: the step reads the clock, which it does once, while "
+            f"it is captured\n\n{text}\n\nEach call goes on with that time. Read the "
+            "clock where the step is called, and pass what depends on it as an argument.",
+            CaptureWarning,
+            stacklevel=2,
+        )
 
 
 # ----------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import linecache
 import sys
 import sysconfig
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ import torch
 # They take the names of attributes as text, or all attributes at once.
 _BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "attrgetter"})
 _ALL_AT_ONCE = frozenset({"vars", "__dict__", "asdict", "astuple", "__getattribute__"})
+_ENVIRONMENT = frozenset({"environ", "getenv"})
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _ATTRIBUTES = ("ATTR", "METHOD")  # how the names of such instructions end
+# Attributes that a method of torch's own reads, where the step may have such an object.
+_BEHIND = {"get_last_lr": "_last_lr"}
 # What torch calls by itself: a module's forward, an autograd function's backward.
 CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context"})
 
@@ -34,11 +38,15 @@ class Names:
     Attributes:
         globals: Variables of its file.
         attributes: Attributes and methods of any object.
+        imports: Modules that are imported there: how many packages up, and the name.
+        environment: Texts that may be variables of the environment.
         is_open: Whether it may read attributes by names that are not written there.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    imports: frozenset[tuple[int, str]]
+    environment: frozenset[str]
     is_open: bool
 
 
@@ -47,26 +55,58 @@ def names_in(code: CodeType) -> Names:
     """What a function's code names."""
     variables: set[str] = set()
     attributes: set[str] = set()
+    imports: set[tuple[int, str]] = set()
     is_formatting = False
+    before: deque[Any] = deque(maxlen=2)  # of an import: the level, and what of it
     for each in dis.get_instructions(code):
         if each.opname in _GLOBALS:
             variables.add(each.argval)
         elif each.opname.endswith(_ATTRIBUTES):
             attributes.add(each.argval)
+        elif each.opname == "IMPORT_FROM":
+            attributes.add(each.argval)
+        elif each.opname == "IMPORT_NAME":
+            attributes.update(each.argval.split("."))  # of `import a.b`, a is bound
+            imports.add((before[0], each.argval))
+        before.append(each.argval)
         is_formatting = is_formatting or each.opname == "BUILD_STRING"
     texts = {each for each in code.co_consts if isinstance(each, str)}
+    attributes |= {_BEHIND[each] for each in attributes & _BEHIND.keys()}
+    if "globals" in variables:
+        variables |= texts
     is_by_text = not _BY_TEXT.isdisjoint(variables | attributes)
     if is_by_text:
         attributes |= texts
     is_open = is_by_text and (is_formatting or not texts)
+    environment = {
+        each for each in texts if not _ENVIRONMENT.isdisjoint(variables | attributes)
+    }
     is_open = is_open or not _ALL_AT_ONCE.isdisjoint(variables | attributes)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             found = names_in(inner)
             variables |= found.globals
             attributes |= found.attributes
+            imports |= found.imports
+            environment |= found.environment
             is_open = is_open or found.is_open
-    return Names(frozenset(variables), frozenset(attributes), is_open)
+    return Names(
+        frozenset(variables),
+        frozenset(attributes),
+        frozenset(imports),
+        frozenset(environment),
+        is_open,
+    )
+
+
+def imported_module(level: int, name: str, package: str | None) -> ModuleType | None:
+    """The module that an import in a function means, if it is loaded already."""
+    if level:
+        if not package:
+            return None
+        parts = package.split(".")
+        name = ".".join((*parts[: len(parts) - level + 1], *filter(None, (name,))))
+    return sys.modules.get(name)
 
 
 # ----------------------------------------------------------------------------
@@ -92,6 +132,45 @@ def is_users_file(filename: str) -> bool:
 def is_users_function(value: Any) -> bool:
     """Whether a value is a Python function of the user's own."""
     return isinstance(value, FunctionType) and is_users_file(value.__code__.co_filename)
+
+
+_MOST_WRAPPERS = 16  # around one function
+
+
+def users_functions_in(value: Any) -> Iterator[FunctionType]:
+    """The user's function, or those that a decorator of a library keeps in its own.
+
+    >>> @torch.no_grad()
+    ... def evaluate(): ...
+    >>> is_users_function(evaluate), next(users_functions_in(evaluate)).__name__
+    (False, 'evaluate')
+    """
+    waiting, seen = deque([value]), {id(value)}
+    while waiting and len(seen) <= _MOST_WRAPPERS:
+        found = waiting.popleft()
+        if is_users_function(found):
+            yield found
+        elif isinstance(found, FunctionType):
+            for inner in filter(callable, _kept_by(found)):
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    held: Any = inner
+                    is_method = isinstance(held, MethodType)
+                    waiting.append(held.__func__ if is_method else held)
+
+
+def _kept_by(function: FunctionType) -> Iterator[Any]:
+    """What a function keeps: what it wraps, and what is in the variables around it."""
+    yield getattr(function, "__wrapped__", None)
+    for cell in function.__closure__ or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        if isinstance(held, dict):  # the functions that singledispatch chooses from
+            yield from held.values()
+        else:
+            yield held
 
 
 # ----------------------------------------------------------------------------
@@ -134,15 +213,23 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
             yield from _functions_in(each)
     else:
         for key in ("__func__", "func", "__wrapped__"):
-            inner = getattr(value, key, None)
+            inner = attribute_of(value, key)
             if isinstance(inner, FunctionType):
                 yield inner
                 return
 
 
+def attribute_of(value: Any, name: str, default: Any = None) -> Any:
+    """As ``getattr``, also of an object that answers with an error of its own."""
+    try:
+        return getattr(value, name, default)
+    except Exception:
+        return default
+
+
 def unwrapped(value: Any) -> Callable[..., Any] | None:
     """The Python function that a decorator of the standard library keeps, if any."""
-    inner = getattr(value, "__wrapped__", None)
+    inner = attribute_of(value, "__wrapped__")
     return inner if isinstance(inner, FunctionType) else None
 
 

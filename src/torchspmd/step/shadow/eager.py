@@ -24,7 +24,6 @@ from torchspmd.step.capture.outputs import (
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.side_effects import (
     undo_python,
-    watch_hooks,
     watch_python,
 )
 from torchspmd.step.capture.snapshots import MISSING
@@ -243,7 +242,7 @@ def run_eagerly(
         _perturb(copies)
     generators = Generators(inventory)
     found = Eager()
-    watched = [*watch_python(inventory), *watch_hooks(inventory)]
+    watched = watch_python(inventory)
     talk = _Talk(mode.mesh if communicates else None)
     try:
         with (
@@ -367,6 +366,9 @@ def _read_states(found: Eager, copies: Copies, late: Late) -> None:
                 place = places.get((index, slot, key), -1)
                 number = numbers.get((id(own), key), -1)
                 is_late = place in late.slots or number in late.numbers
+                read = functools.partial(_state, optimizer, owner.tensor, key)
+                if place in late.slots:  # the user may put another one in its place
+                    read = functools.partial(_same, inventory.slots[place].tensor)
                 if isinstance(value, torch.Tensor):
                     value = _state_part(key, value, whole)
                 elif is_late:
@@ -376,7 +378,7 @@ def _read_states(found: Eager, copies: Copies, late: Late) -> None:
                         Kind.STATE,
                         f"{owner.name}.{key}",
                         value,
-                        functools.partial(_state, optimizer, owner.tensor, key),
+                        read,
                         slot=place,
                         owner=slot,
                         is_late=is_late,
