@@ -179,12 +179,14 @@ def test_the_head_counts_as_layers_of_the_last_stage():
 
 
 def test_the_first_host_is_ahead_where_another_one_has_as_much_to_do():
-    def is_ahead(model, pp, tp=8):
-        return validate_nanotron.is_ahead(nanotron_row(model, pp)._replace(tp=tp))
+    def is_ahead(model, pp, tp=8, nodes=8):
+        row = nanotron_row(model, pp)._replace(tp=tp, nodes=nodes)
+        return validate_nanotron.is_ahead(row)
 
     assert is_ahead("80B", 1)
     assert is_ahead("3.57B", 4)  # 8, 8, 8 and 4 layers
     assert not is_ahead("3.57B", 4, tp=16)
+    assert not is_ahead("3.57B", 4, nodes=64)
     assert not is_ahead("3.57B", 2)  # 16 and 12
     assert not is_ahead("80B", 8)  # 11, and 10 of each other
 
