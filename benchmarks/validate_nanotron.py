@@ -3,6 +3,7 @@
     python benchmarks/validate_nanotron.py                  # some of them, in minutes
     python benchmarks/validate_nanotron.py --rows 200 --json nanotron.json
     python benchmarks/validate_nanotron.py --whole          # all 2,256
+    python benchmarks/validate_nanotron.py --twins          # how equal layouts differ
 
 Rows are configurations of the ultrascale playbook (``published/nanotron_h100.csv``):
 tensor, pipeline and data parallel, ZeRO 0 and 1, bf16 with gradients in 32 bits, no
@@ -24,7 +25,7 @@ import runpy
 import statistics
 from argparse import Namespace
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +51,14 @@ _MODELS = {
     "80B": (80, 8192, 64, 28672, False),
 }
 VOCABULARY = 131072
+_MOST_STALL = 64  # nodes, of pipelines
 # Percent: runs below it waited, most of them for hosts or networks that were out of order.
 _STALLED = 2
+_ERRORS = {
+    "reserved": "error %",
+    "at once": "at once, error %",
+    "late": "late, error %",
+}
 _VERDICTS = (Fits.NO, Fits.AT_RISK, Fits.YES)  # the worst first
 SCRIPT = EXAMPLES / "nanotron.py"
 
@@ -184,6 +191,7 @@ def predict(row: Row) -> dict[str, Any]:
         "allocated": at_once.peak.allocated,
         "reserved": logged(at_once if row.pp > 1 else accounts[0]),
         "at once": logged(at_once),
+        "late": logged(accounts[0]),
     }
     worst = min(accounts, key=lambda each: _VERDICTS.index(each.fits))
     return {"memory": memory, "fits": worst.fits.value}
@@ -211,11 +219,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=24, help="how many (24)")
     parser.add_argument("--seed", type=int, default=0, help="which of them (0)")
     parser.add_argument("--whole", action="store_true", help="all of them")
+    parser.add_argument("--twins", action="store_true", help="only compare equal ones")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path, help="also write the table here")
     options = parser.parse_args()
     every = rows = list(read())
+    if options.twins:
+        print(*twins(rows), sep="\n")
+        return
     if not options.whole:
         rows = choose(rows, options.rows, options.seed)
     others = [row for row in rows if is_contradicted(row, every)]
@@ -253,10 +265,42 @@ def compare(row: Row, answer: dict[str, Any]) -> dict[str, Any]:
         "published": row.gib or "crashed",
         **gib,
         "fits": answer["fits"],
-        "error %": 100 * (gib["reserved"] / row.gib - 1) if row.gib else "",
-        "at once, error %": 100 * (gib["at once"] / row.gib - 1) if row.gib else "",
+        **{
+            title: 100 * (gib[name] / row.gib - 1) if row.gib else ""
+            for name, title in _ERRORS.items()
+        },
         "MFU %": row.mfu or "",
     }
+
+
+def twins(rows: list[Row]) -> Iterator[str]:
+    """How well a run tells the memory of another one whose tensors are the same.
+
+    Equal are the program of the first stage, and the ranks that share its states or its
+    buckets; not the replicas besides, nor micro-batches beyond two rounds of the pipeline.
+    """
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row.gib and not is_refused(row):
+            words = rehearsals(row)[0].words
+            shared = row.dp if row.zero else min(row.dp, 2)
+            groups.setdefault((words, shared), []).append(row)
+    found = [group for group in groups.values() if len(group) > 1]
+    for title, some in (
+        ("all", found),
+        ("no pipeline", [group for group in found if group[0].pp == 1]),
+        ("pipeline", [group for group in found if group[0].pp > 1]),
+    ):
+        if errors := [error for group in some for error in _told_by_others(group)]:
+            runs = f"{len(errors)} runs in {len(some)} groups with equal tensors"
+            yield f"{runs}, {title}: {_errors(errors)}"
+
+
+def _told_by_others(group: list[Row]) -> Iterator[float]:
+    """The error of each, in percent, when the median of the others is its prediction."""
+    for place, row in enumerate(group):
+        others = [each.gib for each in group[:place] + group[place + 1 :]]
+        yield abs(100 * (statistics.median(others) / row.gib - 1))
 
 
 def summary(table: list[dict[str, Any]]) -> Iterator[str]:
@@ -269,8 +313,11 @@ def summary(table: list[dict[str, Any]]) -> Iterator[str]:
         (f"of them below {_STALLED} %", _at(ran, 0, _STALLED)),
     ):
         if some:
-            yield f"{len(some)} {title}: {_errors(some, 'error %')}"
-            yield f"    as if freed at once: {_errors(some, 'at once, error %')}"
+            told, *both = ([abs(row[key]) for row in some] for key in _ERRORS.values())
+            yield f"{len(some)} {title}: {_errors(told)}"
+            yield f"    as if freed at once: {_errors(both[0])}"
+            yield f"    as if freed late: {_errors(both[1])}"
+            yield f"    whichever is nearer: {_errors(map(min, *both))}"
     if ran:
         alarms = sum(row["fits"] == "no" for row in ran)
         risky = sum(row["fits"] == "at risk" for row in ran)
@@ -288,8 +335,8 @@ def _at(table: list[dict[str, Any]], least: float, below: float) -> list[Any]:
     return [row for row in table if least <= row["MFU %"] < below]
 
 
-def _errors(table: list[dict[str, Any]], key: str) -> str:
-    errors = sorted(abs(row[key]) for row in table)
+def _errors(percent: Iterable[float]) -> str:
+    errors = list(percent)
     within = sum(error <= 6 for error in errors)
     return (
         f"mean error {statistics.fmean(errors):.1f} %, median "
