@@ -26,7 +26,7 @@ from torchspmd.predict.repeated import (
 )
 from torchspmd.predict.space import Candidate, Expression, Space, Value
 from torchspmd.rehearse.device import Gpu
-from torchspmd.rehearse.nodes import GPUS_PER_NODE, Nodes
+from torchspmd.rehearse.nodes import GPUS_PER_NODE, Nodes, nodes_by_host
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
 from torchspmd.rehearse.world import World
@@ -52,7 +52,7 @@ def search(  # noqa: PLR0913
     gpu: str,
     world_size: int = 1,
     gpus_per_node: int = GPUS_PER_NODE,
-    rank_order: Sequence[int] = (),
+    rank_order: Sequence[str | int] = (),
     network: str = "ib-ndr400",
     where: Callable[..., bool] | None = None,
     work: Callable[..., float] | None = None,
@@ -68,7 +68,7 @@ def search(  # noqa: PLR0913
         gpu: By name, or a TOML file.
         world_size: Ranks.
         gpus_per_node: Ranks of a node.
-        rank_order: The node of each rank, where they do not fill nodes in their order.
+        rank_order: The host of each rank, where they do not fill nodes in their order.
         network: Between nodes, by name or a TOML file.
         where: Which combinations are tried; called with the values.
         work: Items of a step; called with the values. Without it, model FLOPs count.
@@ -92,12 +92,10 @@ def search(  # noqa: PLR0913
         raise UsageError(
             f"search(): repeat={repeat!r} is no argument: there are {names}."
         )
-    if rank_order and len(rank_order) != world_size:
-        raise UsageError(
-            f"search(): rank_order has the nodes of {len(rank_order)} ranks, and "
-            f"world_size is {world_size}."
-        )
-    nodes = Nodes(gpus_per_node, tuple(rank_order))
+    nodes = Nodes(gpus_per_node)
+    if rank_order:
+        what = "search(): rank_order"
+        nodes = nodes_by_host(rank_order, world_size, gpus_per_node, what)
     spanned = Space(dict_of_tuples(space), {}, ())
     points = [
         candidate

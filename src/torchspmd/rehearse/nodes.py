@@ -1,12 +1,13 @@
 """Which node each rank is on."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchspmd.errors import UsageError
 
-__all__ = ["GPUS_PER_NODE", "Nodes", "read_nodes"]
+__all__ = ["GPUS_PER_NODE", "Nodes", "nodes_by_host", "read_nodes"]
 
 GPUS_PER_NODE = 8  # where nobody says otherwise
 BLOCK, CYCLIC = "block", "cyclic"
@@ -76,19 +77,33 @@ def read_nodes(text: str, size: int, gpus_per_node: int) -> Nodes:
             f"each rank, one a line ({reason})."
         ) from None
     hosts = [line.strip() for line in lines if line.strip()]
-    if problems := _problems(hosts, size, gpus_per_node):
-        raise UsageError(f"--rank-order {text}: {'; '.join(problems)}.")
+    return nodes_by_host(hosts, size, gpus_per_node, f"--rank-order {text}")
+
+
+def nodes_by_host(
+    hosts: Sequence[str | int], size: int, gpus_per_node: int, what: str
+) -> Nodes:
+    """The nodes of ranks whose hosts are listed, in the order in which these appear.
+
+    Raises:
+        UsageError: The list is one of other ranks, or a host has too many of them; the
+            text begins with ``what``.
+
+    >>> nodes_by_host(["b", "a", "b"], 3, 2, "hosts").order
+    (0, 1, 0)
+    """
+    if len(hosts) != size:
+        raise UsageError(
+            f"{what}: it has the hosts of {len(hosts)} ranks, not of {size}."
+        )
+    crowded = [
+        f"host {host} has {count} ranks, and a node has {gpus_per_node}"
+        for host, count in Counter(hosts).items()
+        if count > gpus_per_node
+    ]
+    if crowded:
+        rest = len(crowded) - _SHOWN
+        more = [f"and {rest} more such hosts"] if rest > 0 else []
+        raise UsageError(f"{what}: {'; '.join(crowded[:_SHOWN] + more)}.")
     number = {host: node for node, host in enumerate(dict.fromkeys(hosts))}
     return Nodes(gpus_per_node, tuple(number[host] for host in hosts))
-
-
-def _problems(hosts: Sequence[str], size: int, gpus_per_node: int) -> list[str]:
-    if len(hosts) != size:
-        return [f"it has {len(hosts)} hosts, one a line, for --world-size {size}"]
-    crowded = [
-        f"host {host} has {count} ranks, and --gpus-per-node is {gpus_per_node}"
-        for host in dict.fromkeys(hosts)
-        if (count := hosts.count(host)) > gpus_per_node
-    ]
-    rest = len(crowded) - _SHOWN
-    return crowded[:_SHOWN] + ([f"and {rest} more such hosts"] if rest > 0 else [])

@@ -284,12 +284,12 @@ def test_ranks_are_placed_on_nodes_as_told(tmp_path):
 @pytest.mark.parametrize(
     ("text", "size", "said"),
     [
-        ("a\nb", 4, "it has 2 hosts, one a line, for --world-size 4."),
-        ("a\na\na\nb", 4, "host a has 3 ranks, and --gpus-per-node is 2."),
+        ("a\nb", 4, "it has the hosts of 2 ranks, not of 4."),
+        ("a\na\na\nb", 4, "host a has 3 ranks, and a node has 2."),
         (
             "".join(f"{host}\n" * 3 for host in "abcdefgh"),
             24,
-            "host f has 3 ranks, and --gpus-per-node is 2; and 2 more such hosts.",
+            "host f has 3 ranks, and a node has 2; and 2 more such hosts.",
         ),
     ],
 )

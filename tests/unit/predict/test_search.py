@@ -139,6 +139,21 @@ def test_nothing_that_fits():
     )
 
 
+def nothing(tp):
+    """Builds nothing."""
+
+
+def test_an_order_of_other_ranks_is_refused():
+    words = {"gpu": "h100", "world_size": 4, "gpus_per_node": 2}
+    with pytest.raises(UsageError) as caught:
+        search(nothing, {"tp": [1]}, rank_order=[0, 1], **words)
+    assert str(caught.value) == (
+        "search(): rank_order: it has the hosts of 2 ranks, not of 4."
+    )
+    with pytest.raises(UsageError, match="host a has 3 ranks, and a node has 2"):
+        search(nothing, {"tp": [1]}, rank_order=["a", "a", "a", "b"], **words)
+
+
 def test_a_function_that_no_other_process_finds_is_refused():
     with pytest.raises(UsageError, match="cannot be sent to another process"):
         search(lambda tp: None, {"tp": [1]}, gpu="h100")
