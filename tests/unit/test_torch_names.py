@@ -193,6 +193,44 @@ def test_graph_replay_is_torchs_own_again():
     assert dict(vars(torch.cuda.CUDAGraph)) == before
 
 
+def test_tell_graph_replay():
+    calls = []
+    undo = _torch.on_graph_replay(lambda: calls.append("replayed"))
+    _torch.tell_graph_replay()
+    undo()
+    _torch.tell_graph_replay()
+    assert calls == ["replayed"]
+
+
+def test_cuda_graphs_as():
+    class Graph:
+        pass
+
+    before = torch.cuda.CUDAGraph, torch.cuda.graphs.graph_pool_handle
+    with _torch.cuda_graphs_as(Graph, lambda: (7, 0), lambda: True):
+        assert torch.cuda.CUDAGraph is torch.cuda.graphs.CUDAGraph is Graph
+        assert torch.cuda.graphs.graph_pool_handle() == (7, 0)
+        assert torch.cuda.is_current_stream_capturing()
+        assert torch.cuda.graph.default_capture_stream is None
+        torch._C._host_emptyCache()
+    assert (torch.cuda.CUDAGraph, torch.cuda.graphs.graph_pool_handle) == before
+
+
+def test_call_step_hooks():
+    from torch.optim import optimizer as hooks
+
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    told = []
+    registered = [
+        hooks.register_optimizer_step_post_hook(lambda *_: told.append("after")),
+        hooks.register_optimizer_step_pre_hook(lambda of, *_: told.append(of)),
+    ]
+    _torch.call_step_hooks(sgd)
+    for each in registered:
+        each.remove()
+    assert told == [sgd, "after"]
+
+
 # The dispatcher.
 @pytest.fixture
 def twice():

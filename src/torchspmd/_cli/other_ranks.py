@@ -197,6 +197,7 @@ class OtherRanks:
             "skip",
         ):
             command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        command += ["--module"] if options.module else []
         command += ["--rank", str(rank), "--", *options.arguments]
         try:
             done = subprocess.run(

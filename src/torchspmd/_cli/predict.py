@@ -69,7 +69,7 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         skip=options.skip,
         steps=options.steps,
         line=line,
-        num_operators=lambda: recording.num_operators,
+        rehearsed=recording,
     )
     device = rehearsed_gpu(gpu, network, world)
     memory = LiveMemory(recording, gpu, settings)
@@ -91,7 +91,13 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     left: list[object] = []
     with line:
         succeeded = run_script(
-            options.script, options.arguments, mode, window, timed_stage, left=left
+            options.script,
+            options.arguments,
+            mode,
+            window,
+            timed_stage,
+            module=options.module,
+            left=left,
         )
     if not succeeded:
         _tell_invented(left, recording.notes)

@@ -6,6 +6,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,8 +17,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import torchspmd
 from torchspmd import _torch
+from torchspmd._cli.usage.common import find_module
 from torchspmd.comm import Ledger, format_count
 from torchspmd.errors import SpmdError, UsageError
+from torchspmd.rehearse.recording import Recording
 from torchspmd.step.compiled import CompiledStep
 from torchspmd.step.progress import StatusLine
 from torchspmd.trace import CommDebugMode
@@ -31,27 +34,35 @@ def run_script(
     script: Path,
     arguments: Sequence[str],
     *watchers: contextlib.AbstractContextManager[object],
+    module: bool = False,
     left: list[object] | None = None,
 ) -> bool:
     """Run it while the watchers are at work; False when it fails.
 
     Args:
-        script: The file.
+        script: The file, or the name of a module.
         arguments: Its ``sys.argv[1:]``.
         watchers: Entered before it runs.
+        module: Whether it is a module.
         left: Takes what the script leaves behind; without it, all of it is freed at once.
     """
     left = [] if left is None else left
     for name in torchspmd.__all__:  # now: what surrounds the script stands in for torch
         getattr(torchspmd, name)
+    name, script = str(script), (module and find_module(str(script))) or script
     argv = [str(script), *arguments]
-    path = [str(script.absolute().parent), *sys.path[1:]]
+    folder = Path.cwd() if module else script.absolute().parent
+    path = [str(folder), *sys.path[1:]]
     with mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path):
         try:
             with contextlib.ExitStack() as stack:
                 for watcher in watchers:
                     stack.enter_context(watcher)
-                left.append(runpy.run_path(str(script), run_name="__main__"))
+                if module:
+                    run = partial(runpy.run_module, name, alter_sys=True)
+                else:
+                    run = partial(runpy.run_path, str(script))
+                left.append(run(run_name="__main__"))
         except EndOfWindow as end:
             left.append(end)  # the frames of an exception hold the script's globals
         except SystemExit as end:
@@ -111,6 +122,9 @@ class EndOfWindow(BaseException):
 # How far a script goes on that has made an optimizer which makes no step. Counts and no
 # clock: every machine must predict the same. 100,000 operators are rehearsed in about 20 s.
 _MOST_STEPS, _MOST_OPERATORS = 32, 100_000
+_MOST_WARM_UPS = (
+    16  # before a CUDA graph is captured; DistributedDataParallel asks for 11
+)
 
 
 class StepWindow:
@@ -127,9 +141,9 @@ class StepWindow:
         skip: Steps to let pass.
         steps: To record; 0: all.
         line: Says how far it is.
-        num_operators: How many operators have run; with it, the script goes on for a while
-            where an optimizer has made no step yet, so that a whole iteration is recorded.
-            For one step only.
+        rehearsed: What a rehearsal fills; with it, the script goes on for a while where an
+            optimizer has made no step yet, and where a CUDA graph was captured, so that a
+            whole iteration is recorded that is like all that follow. For one step only.
     """
 
     def __init__(
@@ -139,7 +153,7 @@ class StepWindow:
         skip: int,
         steps: int,
         line: StatusLine,
-        num_operators: Callable[[], int] | None = None,
+        rehearsed: Recording | None = None,
     ) -> None:
         self.setup: Ledger | None = None
         self.num_optimizer_steps = 0
@@ -147,7 +161,7 @@ class StepWindow:
         self._skip = skip
         self._steps = steps
         self._line = line
-        self._num_operators = num_operators if steps == 1 else None
+        self._rehearsed = rehearsed if steps == 1 else None
         self._waiting_since: int | None = None  # operators that had run
         self.after_first_step: Callable[[], None] | None = None  # may end the run
         self._at_boundary = True
@@ -216,7 +230,7 @@ class StepWindow:
     def _begin_step(self) -> None:
         done = self.num_optimizer_steps
         if self._steps and done >= self._skip + self._steps:
-            if not self._waits_for_others():
+            if not self._goes_on():
                 raise EndOfWindow  # again, where somebody has caught it
             self._mode.take_ledger()
         self._at_boundary = False
@@ -229,14 +243,19 @@ class StepWindow:
         elif done == self._skip:
             self._mode.take_ledger()
 
-    def _waits_for_others(self) -> bool:
-        """Whether optimizers are idle that may still make a step."""
-        if self._num_operators is None or not self._rounds.idle:
+    def _goes_on(self) -> bool:
+        """Whether idle optimizers may still make a step, or a steady one is to come."""
+        recording = self._rehearsed
+        if recording is None:
             return False
-        operators = self._num_operators()
+        waited = self.num_optimizer_steps - self._skip
+        if recording.warms_up and waited < _MOST_WARM_UPS:
+            return True
+        if not self._rounds.idle:
+            return False
+        operators = recording.num_operators
         if self._waiting_since is None:
             self._waiting_since = operators
-        waited = self.num_optimizer_steps - self._skip
         return (
             waited < _MOST_STEPS and operators - self._waiting_since < _MOST_OPERATORS
         )
@@ -256,7 +275,7 @@ class StepWindow:
         if turn is Turn.NEW and self.num_optimizer_steps:
             self.num_optimizer_steps = 0
             # The first round is not known as one while it is made: one more is.
-            self._skip = max(self._skip, int(self._num_operators is not None))
+            self._skip = max(self._skip, int(self._rehearsed is not None))
         self.num_optimizer_steps += 1
         self._at_boundary = True
 

@@ -19,6 +19,7 @@ import torch
 import torchspmd
 from torchspmd._cli.output import say_written, write_file
 from torchspmd._cli.process import say
+from torchspmd._cli.usage.common import find_module
 from torchspmd._cli.words import typed_command
 from torchspmd.errors import UsageError
 from torchspmd.predict.hardware import hardware_text, load_gpu, load_network
@@ -273,6 +274,7 @@ def _command(options: argparse.Namespace) -> list[str]:
         "--gpus-per-node",
         str(options.gpus_per_node),
         *(["--rank-order", options.rank_order] if options.nodes.order else []),
+        *(["--module"] if options.module else []),
     ]
 
 
@@ -361,7 +363,13 @@ def _depends_on(options: argparse.Namespace) -> Iterator[str]:
     yield hardware_text(load_network(options.network))
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         yield os.environ.get(name, "")
-    yield str(options.script.absolute())
-    for folder in (options.script.absolute().parent, Path(torchspmd.__file__).parent):
+    script = options.script.absolute()
+    depth = 0
+    if options.module:  # of a package, all modules count
+        name = str(options.script)
+        script = find_module(name) or script
+        depth = max(0, name.count(".") - (script.name != "__main__.py"))
+    yield str(script)
+    for folder in (script.parents[depth], Path(torchspmd.__file__).parent):
         for path in sorted(folder.rglob("*.py")):
             yield f"{path} {hashlib.sha256(path.read_bytes()).hexdigest()}"

@@ -57,7 +57,12 @@ def run(options: argparse.Namespace) -> int:
     left = None if world.simulated else NEVER_FREED
     with line, _surroundings(world) as (held, notes):
         succeeded = run_script(
-            options.script, options.arguments, mode, window, left=left
+            options.script,
+            options.arguments,
+            mode,
+            window,
+            module=options.module,
+            left=left,
         )
     if not succeeded:
         steps = format_count(window.num_optimizer_steps, "optimizer step")

@@ -68,6 +68,8 @@ from torchspmd._torch.capture import symbol_of as symbol_of
 from torchspmd._torch.capture import trace as trace
 from torchspmd._torch.capture import without_autocast as without_autocast
 from torchspmd._torch.capture import without_rnn_kernels as without_rnn_kernels
+from torchspmd._torch.compilation import call_step_hooks as call_step_hooks
+from torchspmd._torch.compilation import cuda_graphs_as as cuda_graphs_as
 from torchspmd._torch.compilation import is_compiled_module as is_compiled_module
 from torchspmd._torch.compilation import (
     is_tracing_for_compile as is_tracing_for_compile,
@@ -81,6 +83,7 @@ from torchspmd._torch.compilation import splits_products as splits_products
 from torchspmd._torch.compilation import (
     start_kernel_compilers as start_kernel_compilers,
 )
+from torchspmd._torch.compilation import tell_graph_replay as tell_graph_replay
 from torchspmd._torch.dtensor import apply_torch_style as apply_torch_style
 from torchspmd._torch.dtensor import build_spec as build_spec
 from torchspmd._torch.dtensor import current_mesh as current_mesh

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._guards import TracingContext
@@ -111,3 +112,51 @@ def on_graph_replay(callback: Callable[[], None]) -> Callable[[], None]:
             graph_class.replay = graph_class.replay.original
 
     return undo
+
+
+def tell_graph_replay() -> None:
+    """Call back whom ``on_graph_replay`` named, for a graph that is not torch's."""
+    for each in _replay_callbacks:
+        each()
+
+
+@contextlib.contextmanager
+def cuda_graphs_as(
+    graph_class: type[Any],
+    new_pool: Callable[[], object],
+    is_capturing: Callable[[], bool],
+) -> Iterator[None]:
+    """Let ``torch.cuda.graph`` and ``make_graphed_callables`` use another graph.
+
+    Args:
+        graph_class: Stands for ``torch.cuda.CUDAGraph``.
+        new_pool: Gives the handle of a new pool of memory.
+        is_capturing: Whether the current stream is being captured.
+    """
+    names = {
+        "CUDAGraph": graph_class,
+        "graph_pool_handle": new_pool,
+        "is_current_stream_capturing": is_capturing,
+    }
+    with contextlib.ExitStack() as stack:
+        for owner in (torch.cuda, torch.cuda.graphs):
+            for name, value in names.items():
+                stack.enter_context(mock.patch.object(owner, name, value))
+        # The stream of a capture that names none, kept for the whole process.
+        stack.enter_context(
+            mock.patch.object(torch.cuda.graph, "default_capture_stream", None)
+        )
+        stack.enter_context(
+            mock.patch.object(torch._C, "_host_emptyCache", lambda: None, create=True)
+        )
+        yield
+
+
+def call_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Tell the hooks of all optimizers of a step that no ``step()`` makes."""
+    from torch.optim import optimizer as of
+
+    for before in tuple(of._global_optimizer_pre_hooks.values()):
+        before(optimizer, (), {})
+    for after in tuple(of._global_optimizer_post_hooks.values()):
+        after(optimizer, (), {})

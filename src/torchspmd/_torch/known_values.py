@@ -168,7 +168,12 @@ def compute_known(
 
 
 def write_known(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, keeps: bool = False
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    keeps: bool = False,
+    forgets: bool = False,
 ) -> None:
     """An operator writes arguments: their values change with it, or hold no more.
 
@@ -177,10 +182,12 @@ def write_known(
         args: As it is called.
         kwargs: The same.
         keeps: Whether they are taken to be what they were.
+        forgets: Whether nothing is known of them any more.
     """
     if not isinstance(func, OpOverload):
         return
-    if func is torch.ops.aten.copy_.default and followed(args[0]) is None:
+    is_copy = func is torch.ops.aten.copy_.default
+    if is_copy and not forgets and followed(args[0]) is None:
         _overwrite(args[0], followed(args[1]))
         return
     written: list[Any] = []
@@ -190,7 +197,8 @@ def write_known(
             written += value if isinstance(value, list | tuple) else [value]
     written = [each for each in written if hasattr(each, "known_tensor")]
     found = None
-    if len(written) == 1 and is_worth_following(written[0].known_tensor[0]):
+    is_one = len(written) == 1 and not forgets
+    if is_one and is_worth_following(written[0].known_tensor[0]):
         found = _compute(func, args, kwargs)
     for tensor in written:
         memory = tensor.known_tensor[1]

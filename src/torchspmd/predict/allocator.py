@@ -203,19 +203,19 @@ class Block:
         "born",
         "next",
         "page",
+        "pool",
         "prev",
         "requested",
         "size",
-        "small",
         "state",
         "stream",
         "uses",
     )
 
     def __init__(
-        self, stream: int, small: bool, address: int, size: int, page: int = 0
+        self, stream: int, pool: "_Pool", address: int, size: int, page: int = 0
     ) -> None:
-        self.stream, self.small, self.address, self.size = stream, small, address, size
+        self.stream, self.pool, self.address, self.size = stream, pool, address, size
         self.page = page  # bytes that are mapped at once; 0: not expandable
         self.state = _State.FREE
         self.requested = 0
@@ -307,6 +307,8 @@ class Allocator:
         total: Bytes of the whole device, of which a memory fraction is a part.
 
     Attributes:
+        graph_pool: The pool of CUDA graphs from which blocks come now; 0: that of all
+            else. Segments of a graph's pool are its own, and are never given back.
         allocated: Bytes of live blocks; ``torch.cuda.memory_allocated()``.
         reserved: Bytes of segments; ``torch.cuda.memory_reserved()``.
         active: Live blocks, and freed ones that another stream may still use.
@@ -331,7 +333,10 @@ class Allocator:
         self._allowed: int | None = None
         if self.settings.memory_fraction is not None and total is not None:
             self._allowed = int(self.settings.memory_fraction * total)
-        self._small, self._large = _Pool(small=True), _Pool(small=False)
+        self.graph_pool = 0
+        self._pools: defaultdict[int, tuple[_Pool, _Pool]] = defaultdict(
+            lambda: (_Pool(small=True), _Pool(small=False))
+        )
         self._events: dict[int, deque[Block]] = {}
         self._pending: dict[Block, int] = {}  # events that have not happened yet
         self._addresses = _Addresses()
@@ -341,7 +346,8 @@ class Allocator:
     def malloc(self, nbytes: int, stream: int = 0) -> Block | None:
         """A block of at least ``nbytes``; ``None`` when the device has no more memory."""
         size = self.settings.rounded(nbytes)
-        pool = self._small if size <= SMALL_LIMIT else self._large
+        small, large = self._pools[self.graph_pool]
+        pool = small if size <= SMALL_LIMIT else large
         block = self._find(pool, stream, size)
         if block is None:
             self._collect_garbage()
@@ -388,7 +394,7 @@ class Allocator:
     def empty_cache(self) -> None:
         """Give back to the device whatever no block is in."""
         self.complete()
-        for pool in (self._large, self._small):
+        for pool in reversed(self._pools[0]):
             for block in pool.cached():
                 if block.page:
                     self._unmap(pool, block)
@@ -400,9 +406,6 @@ class Allocator:
         self.capacity = self._allowed = None
 
     # Blocks of the cache
-
-    def _pool(self, block: Block) -> _Pool:
-        return self._small if block.small else self._large
 
     def _find(self, pool: _Pool, stream: int, size: int) -> Block | None:
         """The smallest free block that is large enough, and that may be used for it."""
@@ -429,14 +432,14 @@ class Allocator:
 
     def _should_split(self, block: Block, size: int) -> bool:
         rest = block.size - size
-        if block.small or self.settings.expandable_segments:
+        if block.pool.small or self.settings.expandable_segments:
             return rest >= MIN_BLOCK
         limit = self.settings.max_split_size
         return rest > SMALL_LIMIT and (limit is None or size < limit)
 
     def _split(self, pool: _Pool, rest: Block, size: int) -> Block:
         """The first ``size`` bytes of a block; the rest goes to the cache."""
-        block = Block(rest.stream, rest.small, rest.address, size, rest.page)
+        block = Block(rest.stream, rest.pool, rest.address, size, rest.page)
         _link(rest.prev, block)
         _link(block, rest)
         rest.address += size
@@ -449,15 +452,14 @@ class Allocator:
         self.requested -= block.requested
         block.state, block.requested = _State.FREE, 0
         self._join(block)
-        self._pool(block).add(block)
+        block.pool.add(block)
 
     def _join(self, block: Block) -> None:
         """Take in the neighbours that are in the same state."""
-        pool = self._pool(block)
         for other in (block.prev, block.next):
             if other is None or other.state is not block.state:
                 continue
-            pool.remove(other)
+            block.pool.remove(other)
             if other is block.prev:
                 block.address = other.address
                 _link(other.prev, block)
@@ -486,7 +488,7 @@ class Allocator:
             return self._expand(pool, stream, size)
         if not self._change(nbytes, stream):
             return None
-        return Block(stream, pool.small, self._addresses.take(nbytes), nbytes)
+        return Block(stream, pool, self._addresses.take(nbytes), nbytes)
 
     def _change(self, nbytes: int, stream: int) -> bool:
         """Take memory of the device, or give it back; whether there was enough."""
@@ -524,7 +526,7 @@ class Allocator:
         threshold = self.settings.garbage_collection_threshold
         if self._allowed is None or threshold <= 0:
             return
-        pool = self._large
+        _, pool = self._pools[0]
         target = self.reserved - int(threshold * self._allowed)
         while target > 0:
             unused = [block for block in pool.cached() if not block.is_split]
@@ -563,7 +565,7 @@ class Allocator:
                 return start
         page = SMALL_SEGMENT if pool.small else self.settings.large_segment_size
         space = _ADDRESS_SPACE // page * page
-        segment = Block(stream, pool.small, self._addresses.take(space), space, page)
+        segment = Block(stream, pool, self._addresses.take(space), space, page)
         segment.state = _State.UNMAPPED
         pool.add(segment)
         return segment
@@ -576,7 +578,7 @@ class Allocator:
         if nbytes < block.size:
             rest = Block(
                 block.stream,
-                block.small,
+                block.pool,
                 block.address + nbytes,
                 block.size - nbytes,
                 block.page,
@@ -609,7 +611,7 @@ class Allocator:
         ):
             if not size:
                 continue
-            part = Block(block.stream, block.small, address, size, block.page)
+            part = Block(block.stream, block.pool, address, size, block.page)
             if is_before:
                 _link(block.prev, part)
                 _link(part, block)

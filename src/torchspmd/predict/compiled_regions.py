@@ -20,6 +20,8 @@ from torchspmd.rehearse.recording import (
     Comm,
     Event,
     Free,
+    Mark,
+    MarkKind,
     Node,
     Op,
     Phase,
@@ -27,7 +29,7 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
 )
 
-__all__ = ["price_regions", "with_compiled_backward"]
+__all__ = ["price_captured", "price_regions", "with_compiled_backward"]
 
 _BACKWARD = frozenset({Phase.BACKWARD, Phase.RECOMPUTE})
 _LASTING = frozenset(
@@ -48,14 +50,14 @@ def with_compiled_backward(events: list[Event], places: range) -> list[Event]:
     regions: dict[str, Op] = {}
     for place in places:
         event = events[place]
-        if isinstance(event, Op) and event.region is not None:
+        if isinstance(event, Op) and event.region is not None and event.repeats < 0:
             regions[event.site.module] = event
     if not regions:
         return events
     result = list(events)
     for place in places:
         event = events[place]
-        if not isinstance(event, Op) or event.region is not None:
+        if not isinstance(event, Op) or event.region is not None or event.repeats >= 0:
             continue
         if _hands_gradient(event):  # behind the region
             continue
@@ -94,6 +96,42 @@ def price_regions(
     return costs
 
 
+def price_captured(
+    events: list[Event], places: range, recording: Recording, pricer: Pricer
+) -> dict[int, tuple[int, Cost | None]]:
+    """What replays of CUDA graphs do of compiled regions.
+
+    The capture tells it, where the memory of the region was allocated.
+
+    Returns:
+        By the number of a captured operator: its region, and the cost of the kernel that
+        waits for it last.
+    """
+    found: dict[int, tuple[int, Cost | None]] = {}
+    repeated = {
+        event.repeats
+        for place in places
+        if isinstance(event := events[place], Op) and event.repeats >= 0
+    }
+    for capture in _captures(events) if repeated else ():
+        compiled = with_compiled_backward(events, capture)
+        costs = price_regions(compiled, capture, recording, pricer)
+        for place in capture:
+            op = compiled[place]
+            if isinstance(op, Op) and op.region is not None and op.number in repeated:
+                found[op.number] = op.region, costs.get(place)
+    return found
+
+
+def _captures(events: Sequence[Event]) -> Iterator[range]:
+    begin = 0
+    for place, event in enumerate(events):
+        if isinstance(event, Mark) and event.kind is MarkKind.CAPTURE_BEGIN:
+            begin = place
+        elif isinstance(event, Mark) and event.kind is MarkKind.CAPTURE_END:
+            yield range(begin, place)
+
+
 def _runs(events: Sequence[Event], places: range) -> Iterator[list[int]]:
     """Places of operators of one region, with nothing between that is not of it."""
     run: list[int] = []
@@ -102,7 +140,7 @@ def _runs(events: Sequence[Event], places: range) -> Iterator[list[int]]:
         event = events[place]
         if not isinstance(event, Op | Comm) or _hands_gradient(event):
             continue
-        now = event.region if isinstance(event, Op) else None
+        now = event.region if isinstance(event, Op) and event.repeats < 0 else None
         if run and now != region:
             yield run
             run = []

@@ -129,6 +129,8 @@ class Run:
                 self.allocator.complete()
             case Mark(kind=MarkKind.EMPTY_CACHE):
                 self.allocator.empty_cache()
+            case Mark(kind=MarkKind.CAPTURE_BEGIN | MarkKind.CAPTURE_END, value=pool):
+                self.allocator.graph_pool = pool
 
     def settle(self, place: int) -> None:
         """Take what libraries want for the last operator: after its results."""

@@ -4,13 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchspmd.predict.collectives import price_comm
-from torchspmd.predict.compiled_regions import price_regions, with_compiled_backward
+from torchspmd.predict.compiled_regions import (
+    price_captured,
+    price_regions,
+    with_compiled_backward,
+)
 from torchspmd.predict.host import HostModel
 from torchspmd.predict.operators import Cost, Pricer
 from torchspmd.predict.timeline import Item, Kind, mark_places
 from torchspmd.rehearse.recording import (
     Comm,
     Event,
+    Mark,
     MarkKind,
     Op,
     Recording,
@@ -20,6 +25,11 @@ from torchspmd.rehearse.recording import (
 __all__ = ["Program", "price_step"]
 
 _OF_GRAPHS = frozenset({"graph", "replay"})  # CUDA graphs: kernels follow at once
+_WARMS_UP = (
+    "The step that is predicted captured a CUDA graph, or ran on a side stream as before "
+    "a capture: it is no steady one. Let the script make more steps, and go on to those "
+    "behind with --skip."
+)
 
 
 @dataclass(slots=True)
@@ -45,7 +55,8 @@ def steady_events(recording: Recording) -> tuple[range, list[str]]:
     """Places of the events between the last two steps' ends; and what was assumed."""
     ends = mark_places(recording.events, MarkKind.STEP_END)
     if len(ends) > 1:
-        return range(ends[-2] + 1, ends[-1] + 1), []
+        warms_up = [_WARMS_UP] if recording.warms_up else []
+        return range(ends[-2] + 1, ends[-1] + 1), warms_up
     if not ends:
         return range(0), ["The script made no optimizer step: no time is predicted."]
     begins = mark_places(recording.events, MarkKind.STEP_BEGIN)
@@ -95,25 +106,42 @@ def _price(
     keep: Callable[[Event], bool],
 ) -> None:
     recording = program.recording
+    captured = price_captured(events, places, recording, pricer)
     events = with_compiled_backward(events, places)
     host = HostModel(pricer.figures)
     fused = price_regions(events, places, recording, pricer)
+    is_captured = is_replayed = False
     for place in places:
         event = events[place]
         if not keep(event):
             continue
         match event:
+            case Mark(kind=MarkKind.CAPTURE_BEGIN | MarkKind.CAPTURE_END as kind):
+                is_captured = kind is MarkKind.CAPTURE_BEGIN
+            case Mark(kind=MarkKind.REPLAY_BEGIN | MarkKind.REPLAY_END as kind):
+                is_replayed = kind is MarkKind.REPLAY_BEGIN
+        if is_captured:  # a graph's work runs when it is replayed
+            program.items.append(Item(host.seconds(event), None, place=place))
+            continue
+        if is_replayed and not isinstance(event, Op | Comm | Mark):
+            program.items.append(Item(0.0, event, place=place))
+            continue
+        match event:
             case Op():
-                if event.region is not None and place not in fused:
+                cost = fused.get(place)
+                if event.repeats in captured:
+                    region, cost = captured[event.repeats]
+                    event = event._replace(region=region)
+                if event.region is not None and cost is None:
                     continue  # a view, or inside of a kernel
-                cost = fused.get(place) or pricer.price(event)
+                cost = cost or pricer.price(event)
                 program.costs[place] = cost
                 program.items.append(_op_item(host, event, cost, place))
             case Comm():
                 price = price_comm(
                     event, pricer.figures, recording.nodes, recording.rank
                 )
-                issue = host.seconds(event)
+                issue = 0.0 if is_replayed else host.seconds(event)
                 program.items.append(
                     Item(issue, event, price.seconds, Kind.COMM, price.link, place)
                 )

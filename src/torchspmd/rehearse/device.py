@@ -153,7 +153,7 @@ class _Stream:
         return True
 
     def is_capturing(self) -> bool:
-        return False
+        return self.owner.recorder.is_capturing
 
     def __enter__(self) -> Self:
         self._outer.append(self.owner.current)
@@ -228,7 +228,7 @@ def _names(
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     cuda: Any = torch.cuda
     everything = {**_facts(device), **_streams(device), **_memory(device, memory)}
-    yield cuda, {**everything, **_random(), **_graphs(device)}
+    yield cuda, {**everything, **_random(), **_graphs()}
     yield cuda, _tensor_types(device.shown)
     yield cuda.memory, _memory(device, memory)
     yield cuda.random, _random()
@@ -449,24 +449,19 @@ def _random() -> dict[str, Any]:
     }
 
 
-def _graphs(device: _Device) -> dict[str, Any]:
-    def callables(functions: Any, *args: Any, **kwargs: Any) -> Any:
-        device.recorder.values.note(
-            "torch.cuda.make_graphed_callables: the functions run without a graph."
-        )
-        return functions
-
+def _graphs() -> dict[str, Any]:
     class CUDAGraph(torch.cuda.CUDAGraph):
-        """There are no kernels to capture."""
+        """There are no kernels to capture, and values that a replay would compute."""
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             raise UsageError(
-                "torch.cuda.CUDAGraph: without a GPU there are no kernels to capture. "
-                "Put the capture behind an option of the script that this run leaves out; "
-                "a step communicates the same without a graph."
+                "torch.cuda.CUDAGraph: the script's cuda is the CPU, which cannot replay "
+                "what it computed. Use --fake, which records captures and replays of "
+                "tensors without values, or put the capture behind an option of the "
+                "script that this run leaves out: a step communicates the same."
             )
 
-    return {"make_graphed_callables": callables, "CUDAGraph": CUDAGraph}
+    return {"CUDAGraph": CUDAGraph}
 
 
 def _profile_class(device: _Device) -> type[Any]:

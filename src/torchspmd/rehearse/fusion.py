@@ -99,7 +99,7 @@ class _Fusion:
         several: set[int] = set()
         for place, event in enumerate(self._recording.events):
             match event:
-                case Op():
+                case Op(repeats=-1):  # a replay uses what its capture has left
                     operators[event.number] = event
                     self._note_reader(place, event)
                     self._note_copy(event)

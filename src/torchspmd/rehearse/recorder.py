@@ -32,6 +32,7 @@ from torchspmd.comm import (
     measure,
 )
 from torchspmd.comm import Phase as CommPhase
+from torchspmd.errors import UsageError
 from torchspmd.layout.names import plain_name
 from torchspmd.rehearse.assumed import assume_received
 from torchspmd.rehearse.dtypes import DTYPES, refuse_dtypes
@@ -44,6 +45,7 @@ from torchspmd.rehearse.recording import (
     Alloc,
     Category,
     Comm,
+    Event,
     EventRecord,
     Free,
     Mark,
@@ -118,6 +120,7 @@ class Recorder:
         # Predicted milliseconds between two events, by their numbers.
         self.elapsed: Callable[[int, int], float] | None = None
         self.stream = 0  # the current one
+        self.is_capturing = False  # whether a CUDA graph is being captured
         self.region: int | None = None  # of torch.compile, while one runs
         self.last_comm = -1  # number of the last communication
         self.reduction = ""  # of the collective that Python issues, as in "sum"
@@ -200,8 +203,7 @@ class Recorder:
             self._mark_saved()
         if self._received:
             self._wait_for(inputs, site, self._received)
-        number = self._next_op
-        self._next_op += 1
+        number = self._take_number()
         place = len(self._events)
         self._events.append(None)  # type: ignore[arg-type]  # is filled in below
         outputs = self._results(facts.name, result, number, site)
@@ -238,7 +240,8 @@ class Recorder:
         self.from_dtensor = False
         self._events[place] = op
         self._classify(op, place, maker)
-        self.values.after(func, facts.name, args, kwargs, result)
+        if not self.is_capturing:  # each replay computes others
+            self.values.after(func, facts.name, args, kwargs, result)
         if facts.resizes:
             self._notice_resize(args, number, site)
         if not facts.views:
@@ -373,7 +376,9 @@ class Recorder:
     ) -> None:
         if facts.writes:
             keeps = facts.name in KEEPS_VALUES
-            _torch.write_known(func, args, kwargs, keeps=keeps)
+            _torch.write_known(
+                func, args, kwargs, keeps=keeps, forgets=self.is_capturing
+            )
 
     def _learn(self, func: Any) -> _Facts:
         packet = _torch.packet_name(func) if hasattr(func, "_schema") else str(func)
@@ -718,6 +723,14 @@ class Recorder:
         self, reason: str, stream: int | None = None, event: int | None = None
     ) -> None:
         """The host waits for the device."""
+        if self.is_capturing:
+            raise UsageError(
+                f"{reason.removesuffix(FROM_HOST).removesuffix(BY_TORCH)}: the host waits "
+                f"for the device while a CUDA graph is captured "
+                f"({self._here()[0].line or 'by torch'}), which CUDA refuses. Keep out of "
+                "the capture what reads a value, synchronizes, or copies from the host "
+                "without pinned memory and non_blocking=True."
+            )
         self._events.append(Synchronize(stream, event, reason))
 
     def skip(self, text: str) -> None:
@@ -728,6 +741,52 @@ class Recorder:
     def mark(self, kind: MarkKind) -> None:
         """Something happens to the whole device."""
         self._events.append(Mark(kind, self.recording.steps, self._here()[0].phase))
+
+    # --- CUDA graphs ------------------------------------------------------------------
+
+    def begin_capture(self, pool: int) -> None:
+        """From now on work is captured, with memory of a pool of its own."""
+        self.is_capturing = True
+        self.recording.unsteady = self.recording.steps
+        self._events.append(Mark(MarkKind.CAPTURE_BEGIN, pool))
+
+    def end_capture(self) -> None:
+        """Work runs again."""
+        self._events.append(Mark(MarkKind.CAPTURE_END, 0))
+        self.is_capturing = False
+
+    def repeater(self) -> Callable[[Event], None]:
+        """What appends work again, as of this step, with numbers of its own."""
+        comms: dict[int, int] = {}
+
+        def again(event: Event) -> None:
+            match event:
+                case Op():
+                    event = event._replace(
+                        number=self._take_number(),
+                        site=self._now(event.site),
+                        through="graph",
+                        calls=0,
+                        node=Node.NONE,
+                        repeats=event.number,
+                    )
+                case Comm():
+                    comms[event.number] = number = self._take_number()
+                    event = event._replace(number=number, site=self._now(event.site))
+                case Wait():
+                    comm = comms.get(event.comm, event.comm)
+                    event = event._replace(comm=comm, site=self._now(event.site))
+            self._events.append(event)
+
+        return again
+
+    def _take_number(self) -> int:
+        self._next_op += 1
+        return self._next_op - 1
+
+    def _now(self, site: Site) -> Site:
+        key = (site.module, site.phase, self.recording.steps, site.line)
+        return self._sites.setdefault(key, Site(*key))
 
     # --- compiled regions -------------------------------------------------------------
 
@@ -919,6 +978,8 @@ class Recorder:
         if in_backward or self._num_programs:
             return
         self.begin_step()
+        if self.stream:
+            self.recording.unsteady = self.recording.steps
         if len(self.tracker._thread.stack) > 1:
             return
         if module not in self._roots:
@@ -1032,11 +1093,7 @@ class Recorder:
             self._events[self._last_end] = EventRecord(-1, 0)  # means nothing
         self._last_end = len(self._events)
         if self.stream:
-            self.values.note(
-                "An optimizer made its step on a side stream, as before a CUDA graph is "
-                "captured: steps that a graph replays are not predicted; --skip goes on to "
-                "those behind."
-            )
+            self.recording.unsteady = self.recording.steps
         self._events.append(Mark(MarkKind.STEP_END, self.recording.steps))
         self.recording.steps += 1
         self._at_boundary = True

@@ -151,12 +151,13 @@ class Op(NamedTuple):
         site: Module, phase, step and line.
         region: Number of the ``torch.compile`` region that it is fused into; None: eager.
         through: How the host got to it: ``eager``, ``dtensor``, or of a compiled step
-            ``program`` (generated Python), ``compiled`` (code of Inductor) or ``graph``
-            (a CUDA graph); ``replay`` of a region that is a CUDA graph.
+            ``program`` (generated Python) or ``compiled`` (code of Inductor); ``graph``
+            where a CUDA graph is replayed, ``replay`` of a region that is one.
         views: Whether it launches nothing: its results are views of its arguments.
         calls: Python calls of the script and its modules since the operator before.
         node: Which node of autograd begins with it, in backward: none, one of an
             operator, or one that hands a gradient to a parameter.
+        repeats: ``number`` of the captured operator that a replay does again; -1: none.
     """
 
     number: int
@@ -171,6 +172,7 @@ class Op(NamedTuple):
     views: bool = False
     calls: int = 0
     node: Node = Node.NONE
+    repeats: int = -1
 
 
 # Ways of compiled steps: without modules, autograd and its thread.
@@ -295,6 +297,11 @@ class MarkKind(StrEnum):
     # A pass of a model that is trained, in eval mode and without gradients.
     EVALUATION_BEGIN = "evaluation begin"
     EVALUATION_END = "evaluation end"
+    # A CUDA graph is captured; value: the number of the pool that its memory is of.
+    CAPTURE_BEGIN = "capture begin"
+    CAPTURE_END = "capture end"
+    REPLAY_BEGIN = "replay begin"
+    REPLAY_END = "replay end"
     SCRIPT_END = "script end"
 
 
@@ -388,6 +395,8 @@ class Recording:
         notes: What was assumed.
         skipped: What was not done.
         steps: Optimizer steps that the events have, finished ones.
+        unsteady: The last step, from 0, in which a CUDA graph was captured, or that ran on
+            a side stream as before a capture; -1: none.
         modules: Modules that were called, by path, parents first.
         axes: Sizes of the axes of the script's meshes, by name.
         clears_first: Whether the script clears gradients before it computes them, and so
@@ -405,10 +414,16 @@ class Recording:
     notes: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     steps: int = 0
+    unsteady: int = -1
     modules: dict[str, ModuleFacts] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
     clears_first: bool = False
     can_fuse: bool = True
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether no step is finished yet that is like all that follow."""
+        return self.unsteady >= 0 and self.steps < self.unsteady + 2
 
     @property
     def num_operators(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torchspmd import _torch
 from torchspmd.rehearse.checkpoints import checkpoints_skipped
 from torchspmd.rehearse.compilation import compilation_by_operator
+from torchspmd.rehearse.cuda_graphs import cuda_graphs
 from torchspmd.rehearse.device import Gpu, MemoryCounter, fake_cuda
 from torchspmd.rehearse.kernels import cuda_kernels
 from torchspmd.rehearse.place import Maker, is_called_by_torch, read_place
@@ -68,6 +69,7 @@ def rehearsal(
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(fake_cuda(recorder, shown, gpu, memory))
+        enter(cuda_graphs(recorder))
         enter(cuda_kernels(values.note))
         enter(checkpoints_skipped(values))
         enter(compilation_by_operator(recorder, gpu.cost))

@@ -108,6 +108,15 @@ def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             follower.leave()
 
 
+def call_followers(module: nn.Module) -> None:
+    """Tell all of a call that happens without Python, as in a replayed CUDA graph."""
+    followers = _followers
+    for follower in followers:
+        follower.enter(module)
+    for follower in followers:
+        follower.leave()
+
+
 def follow(follower: Follower) -> None:
     """Tell a follower of every module call from now on."""
     global _followers, _plain_call  # noqa: PLW0603  # the class is process-wide too

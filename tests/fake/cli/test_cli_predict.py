@@ -1,6 +1,7 @@
 """``torchspmd predict`` from the command line, and ``--fake`` of trace, lock and check."""
 
 import json
+import textwrap
 
 import pytest
 
@@ -184,6 +185,61 @@ def test_wrong_use_is_one_sentence(script, options, sentence, capsys):
 def test_no_script_is_one_sentence(tmp_path, capsys):
     assert predict(tmp_path / "none.py") == 2
     assert "there is no script" in capsys.readouterr().err
+
+
+PACKAGE = {
+    "__init__.py": "import torch\nFOUND = torch.cuda.device_count()\n",
+    "size.py": "WIDTH = 8\n",
+    "train.py": """
+        import sys
+        import torch
+        from torch import nn
+        from . import FOUND
+        from .size import WIDTH
+
+        assert FOUND == 1 and sys.argv[1:] == ["--width"], (FOUND, sys.argv)
+        layer = nn.Linear(WIDTH, WIDTH).cuda()
+        optimizer = torch.optim.SGD(layer.parameters())
+        for _ in range(3):
+            layer(torch.ones(2, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+    """,
+}
+
+
+@pytest.mark.parametrize("entry", ["train", "__main__"])
+def test_a_module_is_run_as_torchrun_does(tmp_path, monkeypatch, capsys, entry):
+    """Its package is imported in the rehearsal, where there are GPUs."""
+    package = f"package_with_{entry.strip('_')}"
+    (tmp_path / package).mkdir()
+    for name, text in PACKAGE.items():
+        path = tmp_path / package / name.replace("train", entry)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    name = package if entry == "__main__" else f"{package}.{entry}"
+    out = tmp_path / "prediction.json"
+    words = ["predict", "-m", name, "--gpu", "h100", "--json", str(out)]
+    assert main([*words, "--", "--width"]) == 0, capsys.readouterr().err
+    assert json.loads(out.read_text())["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["-m", "no.such"], "-m: there is no module no.such here or among those"),
+        (
+            ["-m", "train.py"],
+            "module train.py here or among those installed: name it as",
+        ),
+        (
+            ["torch.distributed.run"],
+            "no script torch.distributed.run: for a module, add",
+        ),
+    ],
+)
+def test_a_module_that_is_not_there(words, sentence, capsys):
+    assert main(["predict", *words, "--gpu", "h100"]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_what_torchrun_sets_is_told(script, capsys):

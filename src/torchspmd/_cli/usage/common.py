@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from torchspmd.errors import UsageError
@@ -19,6 +21,39 @@ def add_script_options(parser: argparse.ArgumentParser) -> None:
     """The script, and which of its steps are recorded as which rank."""
     parser.add_argument("script", type=Path, help="the training script")
     add_step_options(parser)
+
+
+def add_module_option(parser: argparse.ArgumentParser) -> None:
+    """Whether the script is named as a module."""
+    parser.add_argument(
+        "-m",
+        "--module",
+        action="store_true",
+        help="the script is a Python module, as for torchrun -m: torchtitan.train",
+    )
+
+
+def find_module(name: str) -> Path | None:
+    """The file of a module here or among the installed ones.
+
+    Nothing of it is imported: where its packages look for a GPU, one is rehearsed.
+
+    >>> find_module("json.tool").name, find_module("no.such")
+    ('tool.py', None)
+    """
+    for whole in (name, f"{name}.__main__"):
+        where: list[str] | None = [str(Path.cwd()), *sys.path[1:]]
+        for end in (place for place, c in enumerate(f"{whole}.") if c == "."):
+            spec = where and PathFinder.find_spec(whole[:end], where)
+            if not spec:
+                break
+            where = spec.submodule_search_locations and [
+                *spec.submodule_search_locations
+            ]
+        else:
+            if spec and spec.has_location and spec.origin and not where:
+                return Path(spec.origin)
+    return None
 
 
 def add_step_options(parser: argparse._ActionsContainer) -> None:
@@ -115,13 +150,23 @@ def fake_problems(options: argparse.Namespace, *, fake: bool) -> list[str]:
     return problems
 
 
-def script_problems(script: Path, steps: int, skip: int) -> list[str]:
+def script_problems(
+    script: Path, steps: int, skip: int, *, module: bool = False
+) -> list[str]:
     """Why there is no script to run, or no steps of it to record."""
     problems = []
-    if script.is_dir():
+    if module:
+        if find_module(str(script)) is None:
+            wrong = script.suffix == ".py" or script.parent.name
+            fix = ": name it as in import, or leave -m" if wrong else ""
+            problems.append(
+                f"-m: there is no module {script} here or among those installed{fix}"
+            )
+    elif script.is_dir():
         problems.append(f"{script} is a folder, not a script")
     elif not script.is_file():
-        problems.append(f"there is no script {script}")
+        fix = ": for a module, add -m" if find_module(str(script)) else ""
+        problems.append(f"there is no script {script}{fix}")
     if steps < 0 or skip < 0:
         problems.append("--steps and --skip cannot be negative")
     return problems

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from torchspmd._cli.usage.common import (
+    add_module_option,
     add_node_options,
     add_script_options,
     output_problems,
@@ -36,6 +37,7 @@ exit code: 0 when it fits, 1 when it does not, 2 wrong use or the script failed
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
+    add_module_option(parser)
     parser.set_defaults(skip=1)
     parser.add_argument(
         "--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)"
@@ -86,7 +88,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse options that make no sense, before torch is loaded."""
-    problems = script_problems(options.script, options.steps, options.skip)
+    problems = script_problems(
+        options.script, options.steps, options.skip, module=options.module
+    )
     problems += world_problems(options)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         problems.append("start it without torchrun: one process plays a rank")

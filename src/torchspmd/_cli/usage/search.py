@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from torchspmd._cli.usage.common import (
+    add_module_option,
     add_node_options,
     output_problems,
     refuse,
@@ -37,6 +38,7 @@ exit code: 0 when a candidate fits, 1 when none does, 2 wrong use
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     parser.add_argument("script", type=Path, help="the training script")
+    add_module_option(parser)
     parser.add_argument(
         "--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)"
     )
@@ -101,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse options that make no sense, before torch is loaded."""
-    problems = script_problems(options.script, 1, 0)
+    problems = script_problems(options.script, 1, 0, module=options.module)
     problems += output_problems(options.json, "--json", "search.json")
     problems += output_problems(options.html, "--html", "page.html")
     problems += world_problems(options)

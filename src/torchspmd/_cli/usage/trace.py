@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torchspmd._cli.usage.common import (
     add_fake_options,
+    add_module_option,
     add_script_options,
     fake_problems,
     output_problems,
@@ -35,6 +36,7 @@ exit code: 0 when the report is written, 1 when the script failed, 2 wrong use
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     add_script_options(parser)
+    add_module_option(parser)
     add_fake_options(parser)
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="simulate a world of N ranks"
@@ -54,7 +56,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse options that make no sense, before torch is loaded."""
-    problems = script_problems(options.script, options.steps, options.skip)
+    problems = script_problems(
+        options.script, options.steps, options.skip, module=options.module
+    )
     if options.world_size is not None:
         if options.world_size < 1:
             problems.append("--world-size must be at least 1")
