@@ -43,11 +43,17 @@ _Part: TypeAlias = Event | Callable[[], None]
 def cuda_graphs(recorder: Recorder) -> Iterator[None]:
     """Inside, ``torch.cuda.CUDAGraph`` and what is built on it capture and replay."""
     pools = count(1)
-    graph = type("CUDAGraph", (_Graph,), {"recorder": recorder, "pools": pools})
+    graph: type[_Graph] = type(
+        "CUDAGraph", (_Graph,), {"recorder": recorder, "pools": pools}
+    )
     with _torch.cuda_graphs_as(
         graph, lambda: (next(pools), 0), lambda: recorder.is_capturing
     ):
-        yield
+        try:
+            yield
+        finally:
+            if graph.capture is not None:  # the script ended before
+                graph.capture.close()
 
 
 class _Capture:
@@ -96,6 +102,7 @@ class _Graph:
 
     recorder: Recorder
     pools: "count[int]"
+    capture: _Capture | None = None  # the one that is under way
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._parts: list[_Part] | None = None
@@ -123,15 +130,17 @@ class _Graph:
         self._pool = pool or (next(self.pools), 0)
         self._stream = recorder.stream
         recorder.begin_capture(self._pool[0])
-        self._capture = _Capture(recorder)
+        type(self).capture = _Capture(recorder)
 
     def capture_end(self) -> None:
-        if not self.recorder.is_capturing:
+        capture = self.capture
+        if capture is None:
             raise UsageError(
                 "torch.cuda.CUDAGraph.capture_end: no capture has begun. Call "
                 "capture_begin() first."
             )
-        self._parts = self._capture.close()
+        self._parts = capture.close()
+        type(self).capture = None
         self.recorder.end_capture()
 
     def replay(self) -> None:
