@@ -122,7 +122,7 @@ def test_a_rank_that_does_not_end(tmp_path, monkeypatch):
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
     given = {"world_size": 2, "gpu": "h100", "gpus_per_node": 8, "rank_order": "block"}
-    given |= {"steps": 1, "skip": 0}
+    given |= {"steps": 1, "skip": 0, "module": False}
     asking = argparse.Namespace(**vars(options()), **given)
     monkeypatch.setattr(subprocess, "run", never)
     with pytest.raises(UsageError, match="Rank 0, which rank 1 waits for, was not"):

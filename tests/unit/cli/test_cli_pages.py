@@ -60,7 +60,7 @@ def test_a_search_keeps_how_it_was_asked_and_what_was_predicted():
     ]
     options = argparse.Namespace(
         script=Path("train.py"), world_size=64, rank=0, gpu="h100", network="ib-ndr400",
-        gpus_per_node=8, nodes=Nodes(), words=["search", "train.py"],
+        gpus_per_node=8, nodes=Nodes(), words=["search", "train.py"], module=False,
     )  # fmt: skip
     document = search._document(options, rank(outcomes, "item"))
     assert document["command"] == "torchspmd search train.py"

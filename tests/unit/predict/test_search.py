@@ -164,6 +164,7 @@ def options(tmp_path, **more):
     script.write_text("print(1)")
     values = {
         "script": script,
+        "module": False,
         "world_size": 2,
         "rank": 0,
         "gpu": "h100",
