@@ -211,18 +211,20 @@ def alone_compiled(model: nn.Module) -> tuple[nn.Module, Step]:
     return torch.compile(model), train_step
 
 
-def at_once(model: nn.Module, *, compiled: bool) -> tuple[nn.Module, Step]:
-    """Compute alone, and reduce as many bytes beside it that nothing waits for in a step.
+def at_once(
+    model: nn.Module, *, compiled: bool, family: str = "REPLICATED"
+) -> tuple[nn.Module, Step]:
+    """Compute alone, and send beside it what a family sends, which nothing waits for.
 
     No order of a real step can be quicker: here any work may run beside any other.
     """
-    buckets = empty_buckets(model)
+    send = sender(Family[family], model)
     works: list[Any] = []
 
     def step(*args: Any) -> torch.Tensor:
         while works:
             works.pop().wait()
-        works.extend(dist.all_reduce(bucket, async_op=True) for bucket in buckets)
+        works.extend(send())
         return train_step(*args)
 
     return torch.compile(model) if compiled else model, step
@@ -287,6 +289,15 @@ SHARDED: dict[str, Variant] = {
 VARIANTS: dict[str, Variant] = {
     "both at once, nothing waits": functools.partial(at_once, compiled=False),
     "both at once, compiled": functools.partial(at_once, compiled=True),
+    "both at once, sharded, compiled": functools.partial(
+        at_once, compiled=True, family="SHARDED"
+    ),
+    "both at once, no reshard, sharded, compiled": functools.partial(
+        at_once, compiled=True, family="KEPT"
+    ),
+    "both at once, sharded, hybrid, compiled": functools.partial(
+        at_once, compiled=True, family="HYBRID"
+    ),
     **PEERS,
     "torchspmd, no passes": functools.partial(ours, passes=False, overlap=False),
     "torchspmd, passes": functools.partial(ours, passes=True, overlap=False),
@@ -415,6 +426,20 @@ def measure_wires(
 
 def _measure_wire(family: Family, workload: Workload, steps: int) -> float:
     model, _, _ = workload.build()
+    send = sender(family, model)
+    for work in [*send(), *send()]:
+        work.wait()
+    wait_for_all(workload.device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        for work in send():
+            work.wait()
+    wait_for_all(workload.device)
+    return (time.perf_counter() - start) / steps
+
+
+def sender(family: Family, model: nn.Module) -> Callable[[], list[Any]]:
+    """Starts all that a family sends in one step of this model."""
     buckets = empty_buckets(model)
     size = dist.get_world_size()
     if family is Family.HYBRID:
@@ -438,15 +463,7 @@ def _measure_wire(family: Family, workload: Workload, steps: int) -> float:
                 works.append(dist.all_reduce(part, group=across, async_op=True))
         return works
 
-    for work in [*send(), *send()]:
-        work.wait()
-    wait_for_all(workload.device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        for work in send():
-            work.wait()
-    wait_for_all(workload.device)
-    return (time.perf_counter() - start) / steps
+    return send
 
 
 def _gather(whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
