@@ -6,8 +6,9 @@
 
 An ordinary training script: it knows nothing of rehearsals. At the end of each step it
 prints what ``torch.cuda`` says of memory since the last one, as any such script may.
-``--timed-steps N`` makes N more steps after those, and prints their seconds: each one by
-itself, from one synchronisation to the next, and all in a row as training makes them.
+``--timed-steps N`` makes N more steps after those and prints their seconds, each one by
+itself from one synchronisation to the next; then N in a row as training makes them, three
+times, and prints the middle one's.
 ``replicate`` and ``fully_shard`` are those of ``torchspmd.compile``.
 """
 
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
 
@@ -165,17 +167,23 @@ def report(phase: str) -> None:
 
 
 class Clock:
-    """Seconds of steps: ``count`` from ``first`` on alone, as many after them in a row."""
+    """Seconds of steps: ``count`` from ``first`` on alone, then as many in a row."""
+
+    ROUNDS = 3  # of those in a row
 
     def __init__(self, first: int, count: int) -> None:
         self.first, self.count = first, count
+        self.in_a_row = first + count  # where those begin
+        self.last = self.in_a_row + self.ROUNDS * count
         self.wall: list[float] = []
         self.event: list[float] = []
         self.host: list[float] = []
+        self.rounds: list[float] = []
 
     def begin(self, step: int) -> None:
         """Before a step."""
-        if self.first <= step <= self.first + self.count:
+        place = step - self.in_a_row
+        if self.first <= step and self.count and (place < 0 or place % self.count == 0):
             torch.cuda.synchronize()
             self.start_event = torch.cuda.Event(enable_timing=True)
             self.start = time.perf_counter()
@@ -183,19 +191,24 @@ class Clock:
 
     def end(self, step: int) -> None:
         """After a step; prints the figures after the last one."""
-        if self.first <= step < self.first + self.count:
+        if self.first <= step < self.in_a_row:
             end_event = torch.cuda.Event(enable_timing=True)
             end_event.record()
             self.host.append(time.perf_counter() - self.start)
             torch.cuda.synchronize()
             self.wall.append(time.perf_counter() - self.start)
             self.event.append(self.start_event.elapsed_time(end_event) / 1e3)
-        if self.count and step == self.first + 2 * self.count - 1:
+        elif self.in_a_row <= step and (step + 1 - self.in_a_row) % self.count == 0:
             torch.cuda.synchronize()
-            in_a_row = (time.perf_counter() - self.start) / self.count
+            self.rounds.append((time.perf_counter() - self.start) / self.count)
+        if self.count and step == self.last - 1:
             if not dist.is_initialized() or dist.get_rank() == 0:
-                figures = {"wall": self.wall, "event": self.event, "host": self.host}
-                figures |= {"phase": "seconds", "in_a_row": in_a_row}
+                figures: dict[str, object] = {"wall": self.wall, "event": self.event}
+                figures |= {"host": self.host, "rounds": self.rounds}
+                figures |= {
+                    "phase": "seconds",
+                    "in_a_row": statistics.median(self.rounds),
+                }
                 print(json.dumps(figures), flush=True)
 
 
@@ -216,7 +229,7 @@ def main() -> None:
     make_batch = MODELS[options.model][1]
     clock = Clock(options.steps, options.timed_steps)
     report("initialisation")
-    for step in range(options.steps + 2 * options.timed_steps):
+    for step in range(clock.last):
         clock.begin(step)
         inputs, targets = make_batch(
             options.batch, options.sequence, device, image_dtype

@@ -8,7 +8,11 @@ import torch
 
 from torchspmd._cli.output import write_file
 from torchspmd.errors import UsageError
-from torchspmd.predict.calibration import calibrate, with_other_cases
+from torchspmd.predict.calibration import (
+    calibrate,
+    host_in_proportion,
+    with_other_cases,
+)
 from torchspmd.predict.calibration.nccl_tests import read_nccl_tests
 from torchspmd.predict.hardware import Hardware, hardware_text, known_gpu, load_gpu
 
@@ -40,8 +44,9 @@ def run(options: argparse.Namespace) -> int:
     )
     base, is_same = known_gpu(title)
     figures = dict(base.figures)
-    found = measured.figures
+    found, factor = measured.figures, None
     if is_same:
+        found, factor = host_in_proportion(found, figures)
         found = {key: with_other_cases(found[key], figures.get(key)) for key in found}
     else:
         figures = {
@@ -56,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
     )
     write_file(options.out, hardware_text(gpu))
     print(f"{title}: {measured.cases} cases measured, written to {options.out}.")
+    if factor is not None:
+        print(f"  The host takes {factor:.2f} times as long as that of {base.name}.")
     for note in measured.notes:
         print(f"  {note}")
     return 1 if any("not measured:" in note for note in measured.notes) else 0

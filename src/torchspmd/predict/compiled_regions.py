@@ -29,7 +29,12 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
 )
 
-__all__ = ["price_captured", "price_regions", "with_compiled_backward"]
+__all__ = [
+    "price_captured",
+    "price_regions",
+    "tensors_taken",
+    "with_compiled_backward",
+]
 
 _BACKWARD = frozenset({Phase.BACKWARD, Phase.RECOMPUTE})
 _LASTING = frozenset(
@@ -65,6 +70,24 @@ def with_compiled_backward(events: list[Event], places: range) -> list[Event]:
         if of is not None and event.site.phase in _BACKWARD:
             result[place] = event._replace(region=of.region, through=of.through)
     return result
+
+
+def tensors_taken(events: Sequence[Event]) -> dict[int, int]:
+    """How many tensors each region takes: its arguments, parameters and buffers.
+
+    Each is guarded, fetched and checked in every call.
+    """
+    taken: defaultdict[int, set[int]] = defaultdict(set)
+    made: defaultdict[int, set[int]] = defaultdict(set)
+    for event in events:
+        if not isinstance(event, Op) or event.region is None:
+            continue
+        if event.site.phase in _BACKWARD:
+            continue
+        reads = {spec.storage for spec in event.inputs if spec.storage >= 0}
+        taken[event.region] |= reads - made[event.region]
+        made[event.region] |= {spec.storage for spec in event.outputs} - reads
+    return {region: len(storages) for region, storages in taken.items()}
 
 
 def price_regions(

@@ -2,12 +2,13 @@
 
 An eager script issues each operator by itself, and pays for its Python calls beside them;
 backward runs in autograd's engine, an optimizer pays for each parameter. A compiled region
-pays once to enter and a little for each kernel. Figures are of loops of one kind; a step
-has many kinds in turn, which is slower in forward. In backward it is not: what starting
-the engine adds to a short loop makes up for it.
+pays once to enter, for each tensor that it takes, and a little for each kernel. Figures are
+of loops of one kind; a step has many kinds in turn, which is slower, except in backward:
+there, what starting the engine adds to a short loop makes up for it.
 """
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 
 from torchspmd.predict.convolutions import launches_beside
@@ -92,12 +93,16 @@ _CALLS = {"to_copy": 2, "cat": 3}
 class HostModel:
     """Adds up while it goes through a recording, event by event.
 
-    Attributes:
+    Args:
         figures: Of the machine's host, as measured with the GPU.
+        taken: How many tensors each compiled region takes; without it, none.
     """
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(
+        self, figures: Figures, taken: Mapping[int, int] | None = None
+    ) -> None:
         self.figures = figures
+        self._taken = taken or {}
         self._phase = Phase.INIT
         self._region: int | None = None
         self._in_program = False  # whether a compiled step is run
@@ -134,10 +139,9 @@ class HostModel:
     def _gradient(self, op: Op) -> float:
         """Handing a gradient to a parameter, and forgetting it.
 
-        Where a file has no figure, what a node of autograd costs. One that is added to
-        those before is an operator more.
+        One that is added to those before is an operator more.
         """
-        seconds = self.figures.optional("host_optimizer.accumulate", self._node())
+        seconds = self.figures.number("host_optimizer.accumulate") * self._once
         return seconds + (0.0 if op.views else self._own(op, backward=True))
 
     def _python(self, op: Op) -> float:
@@ -151,31 +155,33 @@ class HostModel:
         if op.through == "graph":
             return self.figures.number("launch.graph") * kernels
         if op.region is not None:
-            return self._compiled(op, kernels)
+            return self._compiled(op, op.region, kernels)
         if op.node is Node.GRADIENT:
             return self._gradient(op)
         self._region = None
         if op.site.phase is Phase.OPTIMIZER:
-            # Its code ran last in the step before.
-            seconds = self._optimizer(op) * self._after(len(self._kinds))
+            seconds = self._optimizer(op) * self._once
         else:
             seconds = self._eager(op)
         if op.through == "dtensor":
             seconds += self.figures.number("launch.dtensor")
         return seconds
 
-    def _compiled(self, op: Op, kernels: int) -> float:
+    def _compiled(self, op: Op, region: int, kernels: int) -> float:
         way = "forward" if op.site.phase is Phase.FORWARD else "backward"
         if op.through == "replay":
-            seconds = kernels * self.figures.number("launch.graph")
+            loop = kernels * self.figures.number("launch.graph")
         else:
-            seconds = kernels * self._fused + self._beside_fused(op)
-        # Pieces of a compiled step are called without guards and autograd. What is called
-        # once in a step is slower than in a loop; kernels were measured among others.
-        if op.region != self._region and op.through != "compiled":
-            entry = self.figures.number(f"launch.compiled_{way}_region")
-            seconds += entry * self.figures.number("host_mixed.region")
-        self._region = op.region
+            loop = kernels * self._fused
+        # Pieces of a compiled step are called without guards and autograd.
+        if region != self._region and op.through != "compiled":
+            taken = self._taken.get(region, 0)
+            loop += self.figures.number(f"launch.compiled_{way}_region")
+            loop += taken * self.figures.number(f"launch.compiled_{way}_input")
+        seconds = loop * self._once
+        if op.through != "replay":
+            seconds += self._beside_fused(op)
+        self._region = region
         return seconds
 
     @cached_property
@@ -226,7 +232,7 @@ class HostModel:
     def _mixed(self, op: Op) -> float:
         """How much longer than in a loop: others have driven its code out of the caches."""
         if op.views and base_name(op.name) == _SAVED:
-            return 1.0  # hooks of a checkpoint
+            return self._once  # hooks of a checkpoint, which run between all others
         others = _MANY  # since it ran in the step before
         if op.name in self._kinds:
             kinds = reversed(self._kinds)
@@ -234,6 +240,11 @@ class HostModel:
             del self._kinds[op.name]
         self._kinds[op.name] = None
         return self._after(others)
+
+    @cached_property
+    def _once(self) -> float:
+        """The same of what runs once in a step, or so that all else comes between."""
+        return self._after(_MANY)
 
     def _after(self, others: int) -> float:
         """The same by how many others: none of it without any, all of it after many."""

@@ -7,6 +7,7 @@ from torchspmd.predict.collectives import price_comm
 from torchspmd.predict.compiled_regions import (
     price_captured,
     price_regions,
+    tensors_taken,
     with_compiled_backward,
 )
 from torchspmd.predict.host import HostModel
@@ -108,7 +109,7 @@ def _price(
     recording = program.recording
     captured = price_captured(events, places, recording, pricer)
     events = with_compiled_backward(events, places)
-    host = HostModel(pricer.figures)
+    host = HostModel(pricer.figures, tensors_taken(events))
     fused = price_regions(events, places, recording, pricer)
     is_captured = is_replayed = False
     for place in places:

@@ -13,6 +13,7 @@ from torchspmd.predict.calibration import (
     Limits,
     calibrate,
     collectives,
+    host_in_proportion,
     run,
     with_other_cases,
 )
@@ -102,6 +103,33 @@ def test_a_grid_stops_when_its_time_is_up(monkeypatch):
     assert result.notes == [
         f"products: {20 - result.cases} cases left out, their time was up"
     ]
+
+
+def test_figures_of_the_host_are_those_that_are_known_times_one_factor():
+    known = {f"host_forward.{name}": Figure(2e-6, "known") for name in range(30)}
+    known |= {
+        "host_mixed.forward": Figure(1.6, "known"),
+        "launch.kernel": Figure(1e-6, "known"),
+    }
+    measured = {
+        key: Figure(figure.value * (1.5 + 0.1 * (place % 3 - 1)), "measured")
+        for place, (key, figure) in enumerate(known.items())
+    }
+    measured["host_forward.new"] = Figure(7e-6, "measured")
+    figures, factor = host_in_proportion(measured, known)
+    assert factor == pytest.approx(1.5)
+    assert figures.keys() == measured.keys()
+    del measured["host_forward.0"]  # not measured: as much slower as the others
+    figures, factor = host_in_proportion(measured, known)
+    assert figures["host_forward.0"] == (
+        pytest.approx(3e-6),
+        "1.500 times 2e-06, known",
+    )
+    assert figures["host_mixed.forward"] == known["host_mixed.forward"]
+    for key in ("launch.kernel", "host_forward.new"):  # of the device; of no known host
+        assert figures[key] == measured[key]
+    few = dict(list(measured.items())[:10])
+    assert host_in_proportion(few, known) == (few, None)
 
 
 def test_figures_of_the_host_are_the_middle_of_several_rounds(monkeypatch):

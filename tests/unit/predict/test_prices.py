@@ -1,7 +1,6 @@
 """Prices of operators, collectives and the host, from hand-made recordings."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -13,6 +12,7 @@ from torchspmd.predict.collectives import (
     place,
     price_comm,
 )
+from torchspmd.predict.compiled_regions import tensors_taken
 from torchspmd.predict.figures import Correction, Figures, Line
 from torchspmd.predict.hardware import Figure, Hardware, load_gpu, load_network
 from torchspmd.predict.host import HostModel
@@ -454,15 +454,34 @@ def host_seconds(gpu, ops):
     return [host.seconds(op) for op in ops]
 
 
-def test_entering_a_compiled_region_is_slower_than_in_a_loop():
+def test_entering_a_compiled_region_costs_once_and_for_each_tensor_that_it_takes():
     gpu = load_gpu("h200")
     mul = operator("mul.Tensor", (tensor(64), tensor(64)), (tensor(64),))
     mul = mul._replace(region=1)
-    host = HostModel(Figures(gpu))
-    first, *others = (host.seconds(mul) for _ in range(20))
-    entry = gpu.number("launch.compiled_forward_region")
-    assert first - others[0] == pytest.approx(entry * gpu.number("host_mixed.region"))
-    assert max(others) == min(others)  # kernels are no slower among others
+
+    def entry(taken):
+        host = HostModel(Figures(gpu), taken)
+        first, *others = (host.seconds(mul) for _ in range(20))
+        assert max(others) == min(others)
+        return first - others[0]
+
+    slower = gpu.number("host_mixed.forward")  # than in a loop
+    region = gpu.number("launch.compiled_forward_region")
+    each = gpu.number("launch.compiled_forward_input")
+    assert entry({}) == pytest.approx(slower * region)
+    assert entry({1: 100}) == pytest.approx(slower * (region + 100 * each))
+
+
+def test_a_region_takes_what_it_has_not_made():
+    weight, x, made, result = (tensor(8, storage=each) for each in range(4))
+    host = tensor(8, storage=-1)
+    first = operator("mul.Tensor", (weight, x, host), (made,))._replace(region=1)
+    second = operator("add_.Tensor", (made, weight), (made,))._replace(region=1)
+    third = operator("mul.Tensor", (made, x), (result,))._replace(region=2)
+    eager = operator("neg.default", (weight,), (tensor(8, storage=4),))
+    backward = third._replace(site=third.site._replace(phase=Phase.BACKWARD))
+    events = [first, second, eager, third, backward]
+    assert tensors_taken(events) == {1: 2, 2: 2}
 
 
 def test_kinds_in_turn_take_longer_than_a_loop_of_one():
@@ -494,7 +513,8 @@ def test_a_foreach_optimizer_costs_what_was_measured():
     ops = [op._replace(site=op.site._replace(phase=Phase.OPTIMIZER)) for op in ops]
     each = gpu.number("host_optimizer.adamw_foreach_parameter")
     step = gpu.number("host_optimizer.adamw_foreach_step")
-    assert sum(host_seconds(gpu, ops)) == pytest.approx(count * each + step)
+    slower = gpu.number("host_mixed.forward")  # its code ran last in the step before
+    assert sum(host_seconds(gpu, ops)) == pytest.approx(slower * (count * each + step))
 
 
 def test_a_compiled_step_calls_no_optimizers_python():
@@ -506,7 +526,7 @@ def test_a_compiled_step_calls_no_optimizers_python():
     )
     less = gpu.number("host_optimizer.adamw_fused_step")
     less -= gpu.number("host_forward.no_grad_add")
-    assert eager - program == pytest.approx(less)
+    assert eager - program == pytest.approx(less * gpu.number("host_mixed.forward"))
 
 
 def in_backward(name, x, node=Node.NONE, **fields):
@@ -519,17 +539,23 @@ def node_seconds(gpu):
     return (gpu.number("host_backward.view") - gpu.number("host_forward.view")) / 2
 
 
-def test_a_gradient_costs_a_node_where_it_was_not_measured():
+def test_a_gradient_is_handed_over_once_in_a_step():
     gpu, x = load_gpu("h200"), tensor(8)
-    measured = replace(
-        gpu, figures={**gpu.figures, "host_optimizer.accumulate": Figure(1e-3, "here")}
-    )
     new = in_backward("detach.default", x, Node.GRADIENT, views=True)
     added = in_backward("add_.Tensor", x, Node.GRADIENT)
-    assert host_seconds(gpu, [new]) == pytest.approx([node_seconds(gpu)])
-    assert host_seconds(measured, [new]) == pytest.approx([1e-3])
+    handed = gpu.number("host_optimizer.accumulate") * gpu.number("host_mixed.forward")
     more = gpu.number("host_backward.add") - node_seconds(gpu)
-    assert host_seconds(measured, [added]) == pytest.approx([1e-3 + more])
+    assert host_seconds(gpu, [new, added]) == pytest.approx([handed, handed + more])
+
+
+def test_hooks_of_a_checkpoint_run_between_all_other_operators():
+    gpu, x = load_gpu("h200"), tensor(8)
+    kept = operator("detach.default", (x,), (x,), Phase.RECOMPUTE)._replace(views=True)
+    change, each = gpu.number("launch.checkpoint"), "launch.checkpoint_tensor"
+    hooks = gpu.number(each) * gpu.number("host_mixed.forward")
+    assert host_seconds(gpu, [kept] * 3) == pytest.approx(
+        [change + hooks, hooks, hooks]
+    )
 
 
 def test_backward_pays_for_nodes_and_for_the_operators_in_them():

@@ -528,8 +528,8 @@ def test_gradients_are_handed_over_behind_a_compiled_backward():
     assert kernels[0] - kernels[1] == 4  # the views themselves
     more = with_them.host_issue_seconds - without.host_issue_seconds
     figures = Figures(H100)
-    views = figures.number("host_backward.view") - figures.number("host_forward.view")
-    assert more == pytest.approx(4 * views / 2)
+    each = figures.number("host_optimizer.accumulate")
+    assert more == pytest.approx(4 * each * figures.number("host_mixed.forward"))
 
 
 def test_the_clock_of_a_script_tells_predicted_time():

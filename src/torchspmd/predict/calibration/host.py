@@ -293,18 +293,27 @@ def compiled(meter: Meter, limits: Limits) -> Iterator[Case]:
 
 
 def _time_compiled(label: str, meter: Meter, limits: Limits) -> Measured:
-    """The host: a compiled region, and each kernel of it."""
+    """The host: a compiled region, each tensor that it takes, and each kernel of it."""
     del label
 
-    def seconds(layers: int) -> tuple[float, float]:
+    def seconds(layers: int, more: int = 0) -> tuple[float, float]:
         modules: list[nn.Module] = []
         for _ in range(layers):
             modules += [nn.Linear(64, 64), nn.GELU()]
         model = nn.Sequential(*modules).to(meter.device, torch.bfloat16)
-        run = torch.compile(model)
+        # All of these are one kernel, and have one gradient.
+        added = [meter.random(64).requires_grad_() for _ in range(more)]
+
+        def region(x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = model(x)
+            for each in added:
+                result = result + each
+            return result
+
+        run = torch.compile(region)
         x = meter.random(16, 64).requires_grad_()
         gradient = torch.ones_like(run(x))
-        wanted = [x, *model.parameters()]
+        wanted = [x, *model.parameters(), *added]
 
         def both() -> None:
             # Handing gradients to parameters counts by itself.
@@ -315,12 +324,14 @@ def _time_compiled(label: str, meter: Meter, limits: Limits) -> Measured:
         forward = meter.host_seconds(lambda: run(x), calls)
         return forward, max(0.0, meter.host_seconds(both, calls) - forward)
 
-    few, many = seconds(2), seconds(18)
+    few, many, wide = seconds(2), seconds(18), seconds(2, more=32)
     # Two kernels for each layer: the product, and the rest fused. Backward has four.
     for place, (name, kernels) in enumerate((("forward", 32), ("backward", 64))):
-        each = max(0.0, (many[place] - few[place]) / kernels)
+        taken = max(0.0, (wide[place] - few[place]) / 32)
+        each = max(0.0, (many[place] - few[place] - 32 * taken) / kernels)
+        yield f"launch.compiled_{name}_input", taken
         yield f"launch.compiled_{name}_kernel", each
-        region = max(0.0, few[place] - each * kernels / 8)
+        region = max(0.0, few[place] - 5 * taken - each * kernels / 8)
         yield f"launch.compiled_{name}_region", region
 
 

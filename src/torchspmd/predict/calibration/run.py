@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,7 @@ from torchspmd.predict.calibration.meter import Case, Limits, Meter, Section
 from torchspmd.predict.hardware import Figure, Rows
 from torchspmd.testing import Ranks
 
-__all__ = ["Calibration", "calibrate", "with_other_cases"]
+__all__ = ["Calibration", "calibrate", "host_in_proportion", "with_other_cases"]
 
 # One job took 38 and 60 ms in two processes minutes apart, with nothing else running: the
 # host's figures are the middle of several rounds, between the others.
@@ -44,6 +44,13 @@ _GRIDS: Sequence[tuple[str, float, Section]] = (
     ("memory-bound operators", 0.25, memory_bound.memory_bound),
     ("convolutions", 0.18, products.convolutions),
 )
+
+
+# What the host takes; kernels and graphs in the same table are the device's.
+_HOST_TABLES = ("launch.", "host_forward.", "host_backward.", "host_optimizer.")
+_OF_DEVICE = frozenset({"launch.kernel", "launch.graph"})
+_HOST_RATIOS = ("host_mixed.forward",)
+_ENOUGH = 20  # figures, for a median
 
 
 @dataclass(slots=True)
@@ -124,6 +131,41 @@ def with_other_cases(measured: Figure, known: Figure | None) -> Figure:
         return measured
     source = f"{measured.source}; {len(others)} cases: {known.source}"
     return Figure(tuple(sorted((*measured.value, *others))), source)
+
+
+def host_in_proportion(
+    measured: Mapping[str, Figure], known: Mapping[str, Figure]
+) -> tuple[dict[str, Figure], float | None]:
+    """The known figures of a host, all times the factor by which this host is slower.
+
+    A figure differs by a fifth from one calibration to the next, so that it tells noise;
+    the median of all ratios tells the host. What is not known stays as it was measured.
+
+    Returns:
+        All that was measured, and the known figures of the host, changed; and the factor,
+        None where too few figures are known.
+    """
+    hosts = {
+        key: (figure.value, figure.source)
+        for key, figure in known.items()
+        if key.startswith(_HOST_TABLES) and key not in _OF_DEVICE
+        if isinstance(figure.value, int | float) and figure.value > 0
+    }
+    ratios = [
+        figure.value / hosts[key][0]
+        for key, figure in measured.items()
+        if key in hosts and isinstance(figure.value, int | float) and figure.value > 0
+    ]
+    if len(ratios) < _ENOUGH:
+        return dict(measured), None
+    factor = statistics.median(ratios)
+    slower = {
+        key: Figure(value * factor, f"{factor:.3f} times {value:.4g}, {source}")
+        for key, (value, source) in hosts.items()
+    }
+    # How much slower kinds in turn are is no question of how fast a host is.
+    slower |= {key: known[key] for key in _HOST_RATIOS if key in known}
+    return {**measured, **slower}, factor
 
 
 def _measure(
