@@ -33,8 +33,7 @@ class Binding(NamedTuple):
     def function(self) -> Callable[..., Any]:
         """That of ``torch``; of a method, one that takes the tensor too."""
         holder = torch.Tensor if self.is_method else torch
-        function: Callable[..., Any] = getattr(holder, self.name)
-        return function
+        return getattr(holder, self.name)
 
     def call(self, *args: Any, **options: Any) -> Any:
         """Call it with the operator's arguments."""

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -109,8 +109,7 @@ def _without_modes() -> contextlib.AbstractContextManager[Any]:
     """Inside, no dispatch mode sees an operator."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    context: contextlib.AbstractContextManager[Any] = _disable_current_modes()
-    return context
+    return _disable_current_modes()
 
 
 class FakeWorld:
@@ -553,14 +552,13 @@ def decomposition(operator: Any) -> Callable[..., Any] | None:
     found: Callable[..., Any] | None = decomposition_table.get(operator)
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     if found is None and operator.has_kernel_for_dispatch_key(composite):
-        return cast("Callable[..., Any]", operator.decompose)
+        return operator.decompose
     return found
 
 
 def functional(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function without operators that write into a tensor."""
-    made: Callable[..., Any] = torch.func.functionalize(function, remove="mutations")
-    return made
+    return torch.func.functionalize(function, remove="mutations")
 
 
 def current_graph() -> fx.Graph | None:
@@ -671,8 +669,7 @@ def _compile_boxed(
     def run(args: list[Any]) -> Sequence[Any]:
         taken = tuple(args)
         args.clear()
-        result: Sequence[Any] = wrapped(*taken)
-        return result
+        return wrapped(*taken)
 
     return run
 
@@ -777,8 +774,7 @@ def form_check(
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
     """Inside, operators compute in the dtypes that they are given."""
-    guard: Any = torch._C._DisableAutocast()
-    return cast(contextlib.AbstractContextManager[Any], guard)
+    return torch._C._DisableAutocast()
 
 
 def autocast_state() -> tuple[Any, ...]:
@@ -832,8 +828,7 @@ def sum_over(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     started = torch.ops._c10d_functional.all_reduce.default(
         tensor, "sum", group.group_name
     )
-    total: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
-    return total
+    return torch.ops._c10d_functional.wait_tensor.default(started)
 
 
 # ----------------------------------------------------------------------------

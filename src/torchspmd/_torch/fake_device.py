@@ -647,7 +647,7 @@ def _both_kinds(kind: type) -> type:
     both: Any = type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
     # A fake tensor has none.
     both.__torch_function__ = inspect.getattr_static(kind, "__torch_function__")
-    return both  # type: ignore[no-any-return]
+    return both
 
 
 def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -655,8 +655,7 @@ def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     data = args[0] if args else kwargs["data"]
     if isinstance(data, FakeTensor):
         return data.to(kwargs.get("dtype") or data.dtype)
-    tensor: torch.Tensor = func(*args, **{**kwargs, "device": "cpu"})
-    return tensor
+    return func(*args, **{**kwargs, "device": "cpu"})
 
 
 # ----------------------------------------------------------------------------

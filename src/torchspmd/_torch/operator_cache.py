@@ -98,7 +98,7 @@ class _Maker:
         torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self._attributes)
         fake.fake_device = device
-        return fake  # type: ignore[no-any-return]
+        return fake
 
 
 class OperatorCache:

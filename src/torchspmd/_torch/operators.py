@@ -119,8 +119,7 @@ def asked_device(operator: Any, args: Sequence[Any]) -> torch.device | None:
     if operator is not _DEVICE or not hasattr(args[0], "fake_device"):
         return None
     # As its class answers: in a rehearsal C++ is told another device than Python.
-    device: torch.device = type(args[0]).__torch_dispatch__(operator, (), args)
-    return device
+    return type(args[0]).__torch_dispatch__(operator, (), args)
 
 
 def only_has_effects(operator: Any) -> bool:

@@ -86,8 +86,7 @@ def _untraced() -> Callable[[Region, tuple[Any, ...], dict[str, Any]], Any]:
 
     Made on demand, as it imports all of Dynamo.
     """
-    untraced: Callable[..., Any] = torch.compiler.disable(Region.run)
-    return untraced
+    return torch.compiler.disable(Region.run)
 
 
 def _place(tensor: DTensor) -> tuple[Any, Any, int]:

@@ -228,8 +228,7 @@ class RegionCall:
         frame = self.plan.frame
         if grad is None:
             return outside(value, frame, spec)
-        wrapped: DTensor = Leave.apply(value, Port(output.name, frame, spec, grad))
-        return wrapped
+        return Leave.apply(value, Port(output.name, frame, spec, grad))
 
     def _derive(
         self, outputs: Outputs, values: Sequence[Any]

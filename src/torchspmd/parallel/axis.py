@@ -151,8 +151,7 @@ def layout_of(tensor: DTensor, axis: Axis, where: str) -> Placement:
             f"is laid over the {axis}. Redistribute it to that mesh, or pass its local "
             "tensor."
         )
-    placement: Placement = tensor.placements[0]
-    return placement
+    return tensor.placements[0]
 
 
 # ----------------------------------------------------------------------------

@@ -154,8 +154,7 @@ def _reduce_partials(gradient: torch.Tensor) -> torch.Tensor:
     if not any(isinstance(placement, Partial) for placement in layout):
         return gradient
     whole = [Replicate() if isinstance(p, Partial) else p for p in layout]
-    reduced: torch.Tensor = gradient.redistribute(placements=whole)
-    return reduced
+    return gradient.redistribute(placements=whole)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

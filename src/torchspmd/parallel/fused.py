@@ -157,8 +157,7 @@ def mark_copy(joined: Any, layer: str, name: str) -> torch.Tensor:
     """The same tensor, as a copy of what that layer calls ``name``."""
     joined.__class__ = JoinedCopy if isinstance(joined, DTensor) else JoinedShard
     joined.layer, joined.parameter = layer, name
-    copy: torch.Tensor = joined
-    return copy
+    return joined
 
 
 # ----------------------------------------------------------------------------

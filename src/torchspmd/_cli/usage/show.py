@@ -58,5 +58,4 @@ def check(options: argparse.Namespace) -> None:
 
 def page_of(options: argparse.Namespace) -> Path:
     """Where the page is written."""
-    page: Path = options.out or options.file.with_suffix(".html")
-    return page
+    return options.out or options.file.with_suffix(".html")

@@ -85,8 +85,7 @@ def copy_shapes(model: nn.Module) -> nn.Module:
         attributes = {**_shared_containers(type(module)), **vars(module)}
         found = {name: _copied(value, memo) for name, value in attributes.items()}
         memo[id(module)].__dict__ = found
-    copied: nn.Module = memo.get(id(model), model)
-    return copied
+    return memo.get(id(model), model)
 
 
 def _shared_containers(kind: type) -> dict[str, Any]:

@@ -253,8 +253,7 @@ class IterGraphModule:
 
     def print_readable(self, print_output: bool = True) -> str:
         """The graph of one iteration as readable Python."""
-        text: str = self.main_gm.print_readable(print_output=print_output)
-        return text
+        return self.main_gm.print_readable(print_output=print_output)
 
     def _finished(self) -> "_Forms":
         if self._forms is None:
@@ -357,8 +356,7 @@ class _Forms:
         return self._graphs[name]
 
     def _stage_of(self, name: str) -> Stage:
-        stage: Stage = getattr(self._pipeline, name)
-        return stage
+        return getattr(self._pipeline, name)
 
 
 def _states_of(graph: IterGraph, regions: Collection[int]) -> tuple[int, ...]:

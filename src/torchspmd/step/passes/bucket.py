@@ -344,8 +344,7 @@ def _deadline(block: CommBlock) -> fx.Node:
     the first member does.
     """
     if block.gathers_inputs():
-        output: fx.Node = block.start.graph.output_node()
-        return output
+        return block.start.graph.output_node()
     return latest_place(block)
 
 

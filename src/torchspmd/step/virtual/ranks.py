@@ -579,8 +579,7 @@ def _advance(
     try:
         return running.send(result)
     except StopIteration as end:
-        outputs: list[Any] = end.value
-        return outputs
+        return end.value
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

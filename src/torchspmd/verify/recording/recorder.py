@@ -119,8 +119,7 @@ class ModuleHooks:
                 # One more: hooks that others put on the input come before ours.
                 leaves[leaf] = _alias(alias)
                 given[id(leaves[leaf])] = (leaves[leaf], value)
-        changed: tuple[Any, Any] = _torch.unflatten_tree(leaves, structure)
-        return changed
+        return _torch.unflatten_tree(leaves, structure)
 
     def _after(self, name: str, output: Any) -> Any:
         if _is_recomputing():
