@@ -482,8 +482,6 @@ ALL_GATHER_OUT = _functional.all_gather_into_tensor_out.default
 REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
 ALL_TO_ALL = _functional.all_to_all_single.default
 WAIT = _functional.wait_tensor.default
-
-
 _FUNCTIONAL = "_c10d_functional"
 _IN_PLACE = ("all_reduce_", "all_reduce_coalesced_", "broadcast_", "wait_tensor")
 
@@ -599,7 +597,6 @@ _PLAIN = (
     *(bool, int, float, str, torch.dtype, torch.device, torch.layout),
     torch.memory_format,
 )
-
 
 _UPDATES = [
     f"_fused_{kind}_{overload}"

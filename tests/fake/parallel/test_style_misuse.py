@@ -114,10 +114,7 @@ def test_a_keyword_input_with_gradient_for_experts() -> None:
 
 # --- second styles --------------------------------------------------------------------
 INPUT = PrepareModuleInput(input_layouts=S, desired_input_layouts=R)
-
-
 OUTPUT = PrepareModuleOutput(output_layouts=S, desired_output_layouts=R)
-
 
 BOTH = PrepareModuleInputOutput(
     input_layouts=S,

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 from training import DoublesGradients, train_keeping_gradients
 from training import train as step
+from training import train_keeping_gradients as step_hooks
 
 from torchspmd import CommDebugMode
 from torchspmd.comm import Phase
@@ -32,8 +33,6 @@ from torchspmd.step.passes.pipeline import default_passes
 from torchspmd.testing import fake_mesh
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-
-
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -476,12 +475,6 @@ PLAN = {
 }
 
 
-def step_hooks(model, optim, batch):
-    optim.zero_grad()
-    model(batch).square().mean().backward()
-    optim.step()
-
-
 def build(mesh):
     model = parallelize_module(HooksNet(), mesh["tp"], PLAN)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -646,8 +639,6 @@ class Scaled(nn.Module):
 
 
 COUNTERS = {torch.optim.NAdam: {"step", "mu_product"}}
-
-
 COUNTERS[torch.optim.ASGD] = {"step", "eta", "mu"}
 
 

@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import train_own_loss as train_step
+from training import train_sum
 
 from torchspmd.errors import AgreementError
 from torchspmd.step import (
@@ -35,14 +37,6 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(
             self.head(hidden + self.body(hidden).relu()).flatten(0, 1), batch.flatten()
         )
-
-
-def train_step(model, optim, batch):
-    loss = model(batch)
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
 
 
 def make(tied):
@@ -190,13 +184,7 @@ def shapes_of_one_model():
     """How often ranks had to meet for programs that reduce the same gradients."""
     model = nn.Linear(4, 4)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(model, optim, x):
-        model(x).sum().backward()
-        optim.step()
-        optim.zero_grad()
-
-    run = compile(parallel_mode=DataParallel("replicate"))(step)
+    run = compile(train_sum, parallel_mode=DataParallel("replicate"))
     for size in (2, 4, 2, 4, 2 + 2 * dist.get_rank()):
         run(model, optim, torch.ones(size, 4))
     return run._switches._count

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from training import train
 
 from torchspmd import _torch
 from torchspmd.errors import AgreementError, SpmdError
@@ -30,14 +31,6 @@ def build(kind):
     mode = DataParallel("replicate")
     step = compile(gm_transformation=transformation, parallel_mode=mode)(train)
     return step, model, optim, torch.randn(8, WIDTH)
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
 
 
 def follow(kind, measure):

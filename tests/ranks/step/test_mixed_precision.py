@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from training import train_in_float as plain
 
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchspmd.step import DataParallel, compile
@@ -159,14 +160,6 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         return self.down(torch.relu(self.up(x)))
-
-
-def plain(model, optim, batch):
-    loss = model(batch).float().square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
 
 
 def run_beside_tensor_parallel():

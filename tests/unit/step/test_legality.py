@@ -416,7 +416,6 @@ RULE = (
     "a node of its own."
 )
 
-
 LARGE = 300_000  # float32: more than is copied
 
 

@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch import fx, nn
+from training import train_sum
 
 from torchspmd.errors import CaptureError, PassOrderError, PassWarning, UsageError
 from torchspmd.step import (
@@ -118,13 +119,7 @@ def fused_step(transformation):
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optim = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-
-    @compile(gm_transformation=transformation)
-    def step(model, optim, batch):
-        model(batch).sum().backward()
-        optim.step()
-        optim.zero_grad()
-
+    step = compile(train_sum, gm_transformation=transformation)
     for _ in range(3):
         step(model, optim, torch.ones(2, 4))
     return model.weight.detach(), step

@@ -15,8 +15,6 @@ from torchspmd.step.graph.reduction_order import reduce_values, ring_chunks
 from torchspmd.step.graph.reports import ORDERS
 
 c10d = torch.ops._c10d_functional
-
-
 aten = torch.ops.aten
 
 

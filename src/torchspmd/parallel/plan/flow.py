@@ -266,7 +266,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalise),
 }
 
-
 OUTPUT = "they are an output of the model"
 # What takes all features at the end of a model as much as the caller does.
 _LOSSES = frozenset(

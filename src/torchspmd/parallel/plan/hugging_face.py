@@ -39,8 +39,6 @@ STYLES: dict[str, Style] = {
 }
 # Names that leave a module as it is.
 _NO_STYLE = ("replicate",)
-
-
 _PACKED, _EXPERTS = "packed_colwise", "moe_tp_experts"
 # Where a matrix of each expert, (experts, output, input), is cut.
 _EXPERT_CUTS = {"colwise": Shard(1), _PACKED: Shard(1), "rowwise": Shard(2)}

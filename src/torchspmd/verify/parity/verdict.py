@@ -10,7 +10,6 @@ from torchspmd.verify.recording.files import Kind
 
 BITWISE = Tolerance(0.0, "bitwise, as asked for")
 
-
 _PLURALS = {
     Kind.INPUT: "inputs",
     Kind.FORWARD: "activations",
