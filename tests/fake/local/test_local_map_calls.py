@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
+from layouts import S0, S1, P, R, put
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
-    Replicate,
     Shard,
-    distribute_tensor,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -21,12 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from torchspmd import CommDebugMode, Kind, Phase
 from torchspmd.local import local_map
 from torchspmd.testing import fake_mesh
-
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-
-def put(full: torch.Tensor, mesh: Any, *layout: Any) -> DTensor:
-    return distribute_tensor(full, mesh, layout, src_data_rank=None)
 
 
 def mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

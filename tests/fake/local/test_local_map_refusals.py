@@ -4,25 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import S0, S1, P, R, put
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
     Shard,
-    distribute_tensor,
 )
 
 from torchspmd import SpmdError
 from torchspmd.errors import LayoutError, UsageError
 from torchspmd.local import local_map
 from torchspmd.testing import fake_mesh
-
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-
-def put(full: torch.Tensor, mesh: Any, *layout: Any) -> DTensor:
-    return distribute_tensor(full, mesh, layout, src_data_rank=None)
 
 
 def attend(q: Any, k: Any) -> Any:

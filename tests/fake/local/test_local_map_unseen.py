@@ -6,13 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from layouts import S0, P, R, put
 
 from torchspmd.errors import LayoutError
 from torchspmd.local import local_map
@@ -22,12 +16,6 @@ pytestmark = [
     # torch's own word about an in-place collective, in backward
     pytest.mark.filterwarnings("ignore:c10d.*autograd kernel was not registered"),
 ]
-
-R, P, S0 = Replicate(), Partial(), Shard(0)
-
-
-def put(full: torch.Tensor, mesh: Any, *layout: Any) -> DTensor:
-    return distribute_tensor(full, mesh, layout, src_data_rank=None)
 
 
 def reduce_in_place(x: Any, w: Any) -> Any:
