@@ -206,7 +206,7 @@ class FakeWorld:
         return tuple(guard.expr for guard in self._environment.guards)
 
     def ranges(self, symbols: Iterable[Any]) -> tuple[Any, ...]:
-        """What is assumed about sizes all along: that they are not 0 or 1, for one."""
+        """What is always assumed about sizes, such as that they are not 0 or 1."""
         import sympy  # type: ignore[import-untyped]
 
         found = [(symbol, self._environment.var_to_range[symbol]) for symbol in symbols]
@@ -442,7 +442,7 @@ class _WithoutSymbolSearch:
 
 @contextlib.contextmanager
 def _quick_nodes() -> Iterator[None]:
-    """Leave out what a tracer does for each node and nobody here needs.
+    """Skip work that a tracer does for each node and that is not needed here.
 
     Together a fifth of the time to trace a step: a walk through all arguments, a second
     description of each tensor beside ``meta["val"]``, and a search of all base classes.
@@ -479,7 +479,7 @@ def _quick_snapshots(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _missing_kernels() -> Iterator[None]:
-    """Kernels for tensors without values that torch does not have, or not for any size."""
+    """Meta kernels that torch lacks, or has for some sizes only."""
     with (
         fused_updates_without_values(),
         torch.library._scoped_library("aten", "IMPL", "Meta") as library,
@@ -546,7 +546,7 @@ def _batch_norm_that_says_it_writes(
 
 
 def decomposition(operator: Any) -> Callable[..., Any] | None:
-    """Torch's own account of an operator in simpler ones; None where there is none."""
+    """Torch's decomposition of an operator into simpler ones; None where there is none."""
     from torch._decomp import decomposition_table
 
     found: Callable[..., Any] | None = decomposition_table.get(operator)
@@ -676,10 +676,10 @@ def _compile_boxed(
 
 @contextlib.contextmanager
 def _without_numbers(inputs: list[Any]) -> Iterator[None]:
-    """Inside, the examples know nothing of the numbers of the step that they are from.
+    """Inside, the fake modes of the examples have empty shape environments.
 
-    The compiler asks for constants in the place of all floats that are known where its
-    examples are from, also of those that the graph does not get.
+    The compiler would make constants of all floats in the environment of its examples, also
+    of those that are no inputs of the graph.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -692,7 +692,7 @@ def _without_numbers(inputs: list[Any]) -> Iterator[None]:
 
 
 def _gives_the_same(inner: fx.GraphModule, num_inputs: int, num_outputs: int) -> bool:
-    """Whether what Inductor gets takes and gives the same as the graph it was made of."""
+    """Whether Inductor's own graph has the inputs and outputs of the original one."""
     inputs = inner.graph.find_nodes(op="placeholder")
     (output,) = inner.graph.find_nodes(op="output")
     values = [getattr(node, "meta", {}).get("val") for node in output.args[0]]
@@ -856,7 +856,7 @@ def initial_state(
     other: Any = object.__new__(kind)
     vars(other).update(vars(optimizer), state=defaultdict(dict))
     lists: list[list[Any]] = [[] for _ in inspect.signature(make).parameters][2:]
-    # Options that contradict each other: the step itself tells, when it is traced.
+    # Options that contradict each other: the step itself raises when it is traced.
     with contextlib.suppress(RuntimeError):
         make(other, {**group, "params": [stand_in]}, *lists)
     return dict(other.state.get(stand_in, {}))

@@ -81,8 +81,8 @@ def current_mesh() -> DeviceMesh | None:
 # Collectives on plain tensors.
 
 # In eager mode these run below autograd: the functional operators have a Python autograd
-# kernel that costs more than the collective's own host time. Whoever calls them gives
-# autograd its own backward.
+# kernel that costs more than the collective's own host time. Callers give autograd a
+# backward of their own.
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 
 
@@ -103,7 +103,7 @@ def start_all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def gather_now(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Gather along dim 0, and wait; of traced tensors, the two operators of that."""
+    """Gather along dim 0 and wait; while tracing, as two operators."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     is_eager = is_plain and not torch.compiler.is_compiling()
     if not is_eager or not tensor.ndim or not uses_gloo(group, tensor.device):

@@ -139,7 +139,7 @@ class FakeDeviceMode(FakeTensorMode):
 
     Args:
         on_operator: Is called for each operator on the device; runs it.
-        on_subclass: Is called for each operator of DTensors and the like, whose own
+        on_subclass: Is called for each operator of DTensors and other wrappers, whose inner
             operators follow.
     """
 
@@ -176,7 +176,7 @@ class FakeDeviceMode(FakeTensorMode):
         if types and _has_subclass(types):
             self._on_subclass()
             return NotImplemented
-        # Below, nobody names a device in Python's words: the other mode can rest.
+        # Below, no Python code names a device: the function mode can be off.
         with torch._C.DisableTorchFunction():
             return self._dispatch(func, types, args, kwargs or {})
 
@@ -246,7 +246,7 @@ class FakeDeviceMode(FakeTensorMode):
         return call()
 
     def _result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Of a shape function; where torch has none, of the host's kernel."""
+        """What torch's shape function gives; where there is none, the host's kernel."""
         try:
             return self.dispatch(func, (FakeTensor,), args, kwargs)
         except _NO_SHAPE as error:
@@ -271,7 +271,7 @@ class FakeDeviceMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Inside, nobody is told of operators."""
+        """Inside, ``on_operator`` is not called."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -366,7 +366,7 @@ def _is_container_or_real(value: object) -> bool:
 
 
 def _has_subclass(types: Sequence[Any]) -> bool:
-    """DTensors and the like come first: their own operators follow."""
+    """Whether a DTensor or another wrapper is there, which handles the call first."""
     return any(
         not issubclass(kind, FakeTensor)
         and kind is not torch.Tensor
@@ -403,7 +403,7 @@ def _makes_much(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def _inner_device(tensor: Any) -> torch.device:
-    """What C++ is told."""
+    """The device as C++ sees it."""
     if tensor.fake_mode.in_kernel_invocation:
         return torch.device("meta")
     device: torch.device = tensor.fake_device
@@ -659,7 +659,7 @@ def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 # ----------------------------------------------------------------------------
-# Both, and what else torch has to be told.
+# Both modes together, with the functions of torch that are replaced.
 
 
 @contextlib.contextmanager
@@ -868,7 +868,7 @@ def _replaced_storage(
     def swap(one: torch.Tensor, other: torch.Tensor) -> None:
         try:
             plain_swap(one, other)
-        except RuntimeError:  # somebody in C++ holds it
+        except RuntimeError:  # C++ code holds it
             if isinstance(one, FakeTensor) and isinstance(other, FakeTensor):
                 one.data = other  # as DDP holds a parameter
             else:
@@ -880,10 +880,10 @@ def _replaced_storage(
 
 
 def _exchange(one: Any, other: Any) -> None:
-    """Swap what two tensors are, whoever else has them in a graph.
+    """Exchange two tensors, also where a graph holds them.
 
-    ``weight_norm`` computes a weight before its module is moved: nobody will ask for the
-    gradient of that one.
+    ``weight_norm`` computes a weight before its module is moved; the gradient of that one
+    is never needed.
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
@@ -894,7 +894,7 @@ _ragged = itertools.count(1 << 20)  # above those that torch counts by itself
 
 
 class _Addresses:
-    """Memory that does not exist has addresses all the same, above those of the host.
+    """Addresses for memory that does not exist, above those of the host.
 
     Libraries tell parameters apart by them, and find those that share memory.
     """
@@ -1006,12 +1006,12 @@ def _keeps_its_shape(operator: OpOverload) -> bool:
 
 
 # ----------------------------------------------------------------------------
-# Operators of libraries whose results are as large as values say.
+# Operators of libraries whose result sizes depend on values.
 
 
 @contextlib.contextmanager
 def dynamic_sizes(size: int) -> Iterator[list[int]]:
-    """Shape functions that ask for a size which depends on values are told this one.
+    """Give shape functions this size where they ask for one that depends on values.
 
     Gives:
         The answers, as many as were asked for.
@@ -1068,7 +1068,7 @@ def own_chunks_only() -> Iterator[None]:
 def stages_like_this_one() -> Iterator[None]:
     """Other stages know their shapes where this one does; gradients are like the outputs.
 
-    What the stage before it sends can be told by rehearsing that one. The stage behind it
+    What the stage before it sends can be found by rehearsing that one. The stage behind it
     would have to wait for this one first.
     """
     from torch.distributed.pipelining import stage as stages

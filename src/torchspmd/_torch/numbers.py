@@ -100,7 +100,7 @@ _OF_MATH = (
 
 @contextlib.contextmanager
 def math_in_graph() -> Iterator[None]:
-    """``math.sqrt`` and the like of symbols become nodes instead of what they give now."""
+    """``math.sqrt`` and others of symbols become nodes instead of their values now."""
     before = {name: getattr(math, name) for name in _OF_MATH}
     for name, own in before.items():
         setattr(math, name, functools.partial(_of_math, own, f"_sym_{name}"))

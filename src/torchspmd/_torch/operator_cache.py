@@ -106,8 +106,8 @@ class OperatorCache:
 
     Args:
         mode: That of the tensors.
-        keep_collectives: Whether to remember collectives too: whoever records them below
-            the mode would not see them again.
+        keep_collectives: Whether to remember collectives too: a recorder below the mode
+            would not see repeated ones.
         maker: What makes its tensors.
     """
 

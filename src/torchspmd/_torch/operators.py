@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 def _kept(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Keep what a function says of each operator, as ``functools.cache``.
 
-    Operators are the same objects for ever, and to hash one takes longer than most answers:
+    Operators live as long as the process, and to hash one takes longer than most answers:
     these questions are asked of every node of a graph, many times.
     """
     known: dict[Any, tuple[Any, Any]] = {}  # with the operator, so that it stays alive
@@ -204,7 +204,7 @@ class FunctionalForm(NamedTuple):
 
 @_kept
 def functional_form(operator: OpOverload) -> FunctionalForm | None:
-    """The operator that gives new values in the place of writing them.
+    """The operator that returns new values instead of writing them.
 
     None where there is none, and for operators that draw random numbers: those draw in the
     order in which memory lies.
@@ -241,7 +241,7 @@ def is_elementwise(operator: Any) -> bool:
 
 @cache
 def is_pointwise(name: str) -> bool:
-    """Whether torch says so of an operator, named as in ``aten.exp_.default``."""
+    """Whether an operator, named as in ``aten.exp_.default``, is tagged pointwise."""
     space, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     known = getattr(getattr(torch.ops, space, None), packet, None)
@@ -498,8 +498,8 @@ def fake_result(
     It runs in the fake mode of its own tensors, or, where they have none, in that of the
     tensors ``near``. Where these have none either, its results have none.
 
-    Collectives are not called: whoever records communication would count them. The result
-    is None for one whose shape is not known here.
+    Collectives are not called: a ledger that records would count them. The result is None
+    for one whose shape is not known here.
     """
     if target is operator.getitem and isinstance(args[0], (list, tuple)):
         return args[0][args[1]]
@@ -705,7 +705,7 @@ def _without_mode(value: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------
-# Kernels of one's own in the place of torch's.
+# Kernels that replace torch's.
 
 
 def find_overload(name: str) -> OpOverload | None:
@@ -732,7 +732,7 @@ def autocast_names(device: str) -> set[str]:
 
 
 def remove_library(library: torch.library.Library) -> None:
-    """Take its kernels away; torch's own are in force again."""
+    """Remove its kernels; torch's own are used again."""
     library._destroy()
 
 

@@ -272,7 +272,7 @@ class ExpertParallel(PlacedStyle):
         return dict.fromkeys(names, chosen)
 
     def parameter_cuts(self, module: nn.Module, num_ranks: int) -> dict[str, Cut]:
-        """Each of several that lie side by side in one by itself."""
+        """Matrices that lie side by side in one parameter are cut one by one."""
         cuts = super().parameter_cuts(module, num_ranks)
         for name, count in self._packed():
             layout = cuts[name][0].layout if name in cuts else None

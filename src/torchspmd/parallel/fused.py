@@ -45,12 +45,12 @@ from torchspmd.parallel.style import (
 # ----------------------------------------------------------------------------
 # The joined weight of a fused layer: a copy to read, which says so when it is written.
 #
-# The layer's parameters are its parts. Whoever writes into ``layer.weight``, freezes it or
-# asks for its gradient means them, and would change a copy that nobody sees again.
+# The layer's parameters are its parts. Code that writes into ``layer.weight``, freezes it
+# or asks for its gradient means the parts, and would change a temporary copy instead.
 
 _Tensor: Any = torch.Tensor  # its attributes as descriptors
 
-# What asks for a parameter that a copy is not; ``data`` may be read.
+# Uses that only a parameter allows, and a copy does not; ``data`` may be read.
 _WRITES = {
     _Tensor.data.__set__: "setting .data",
     _Tensor.grad.__get__: "reading .grad",
@@ -60,8 +60,8 @@ _WRITES = {
     _Tensor.register_hook: "register_hook",
     _Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
 }
-# What looks at one tensor's memory in another shape: whoever writes there means the layer
-# as well. DTensor may have copied, so the memory is no criterion.
+# Views of a copy: a write into one is meant for the layer as well. They are known by name,
+# as DTensor may have copied the memory.
 _VIEW_NAMES = frozenset(
     "chunk detach flatten narrow permute reshape select split squeeze t tensor_split "
     "transpose unbind unflatten unsqueeze view view_as __getitem__".split()
@@ -84,13 +84,13 @@ class _Copy(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run what only reads; the rest is an error that names the parameters."""
+        """Run calls that only read; others are an error that names the parameters."""
         kwargs = kwargs or {}
         write = _describe_write(func, "out" in kwargs)
         written = _written(args, kwargs) if write else None
         if write and written is not None:
             raise _lost(written, write)
-        # That of DTensor makes results of their own class, for plain tensors as well.
+        # DTensor's own method returns results of their usual class, for plain tensors too.
         result = DTensor.__torch_function__(func, types, args, kwargs)
         source = args[0] if args else None
         if isinstance(source, _Copy) and _is_view(func):
@@ -117,7 +117,7 @@ class JoinedCopy(_Copy, DTensor):
     __slots__ = ()
 
     def to_local(self, **options: Any) -> torch.Tensor:
-        """This rank's shard, to read as well."""
+        """This rank's shard; it may only be read, too."""
         shard = super().to_local(**options)
         # Torch itself refuses writes into tensors of inference mode.
         if shard.is_inference():
@@ -251,7 +251,7 @@ class FusedOutput:
         return self.split(-(-sum(self._whole) // chunks), dim)
 
     def tensor_split(self, indices_or_sections: Any, dim: int = 0) -> Any:
-        """The parts, between these places or as many."""
+        """The parts, for these indices or this many sections."""
         total = sum(self._whole)
         given = indices_or_sections
         if isinstance(given, int):
@@ -273,7 +273,7 @@ class FusedOutput:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """``torch.split`` and the like, as the methods do."""
+        """``torch.split``, ``chunk`` and ``tensor_split``, as the methods do them."""
         name = getattr(func, "__name__", str(func))
         if name in ("split", "chunk", "tensor_split") and isinstance(args[0], cls):
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))
@@ -406,10 +406,10 @@ class LocalFusedLinear(nn.Linear):
         return mark_copy(joined, self.route.where, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy, also of gradients: those of the parts are pieces of one tensor.
+        """Copy the layer with its gradients; those of the parts are pieces of one tensor.
 
-        Torch cannot deepcopy a DTensor around the later part of a storage, so pieces
-        get memory of their own first; not in each backward, where that would cost some.
+        Torch cannot deepcopy a DTensor whose shard starts inside a storage, so the pieces
+        get memory of their own here, and not in each backward, where that would cost time.
         """
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -781,7 +781,7 @@ class KeyValueParallel(PlacedStyle):
         self.fused(module).place_fitting(module, place)
 
     def fused(self, module: nn.Module) -> FusedColwiseParallel:
-        """The equal fused style, with one part."""
+        """The same as a fused style with one part."""
         form = linear_form(module)
         size = self.num_heads if form is None else form.outside
         return FusedColwiseParallel(

@@ -111,7 +111,7 @@ def _remember(code: CodeType) -> tuple[CodeType, str | None]:
 def _learn(
     site: CallSite, meaning: str, frame: FrameType, in_backward: bool, with_source: bool
 ) -> None:
-    """Take in one frame of torch's that means something."""
+    """Note what one frame of torch's own code means."""
     if meaning in _PHASES:
         site.phase, site.decided = _PHASES[meaning], True
     elif meaning is Landmark.MODULE_CALL:

@@ -1,4 +1,4 @@
-"""Observe every communication operator that runs, whoever calls it.
+"""Observe every communication operator that runs, from Python, C++ or compiled code.
 
 While there is a listener, a kernel runs in front of each operator of the communication
 namespaces; without one, there is none. Other operators are not touched.
@@ -27,8 +27,8 @@ _inside = threading.local()  # operator: one is running; alone: who hears this t
 
 def listen(listener: Listener) -> Callable[[], None]:
     """Call ``listener`` before each communication; return the function that ends it."""
-    # Where torch.compile gave a region up, it looks at every Python function that runs
-    # in it, and would try to compile the recording.
+    # Where torch.compile fell back to eager for a region, it still looks at every Python
+    # function that runs in it, and would try to compile the recording.
     listener = torch.compiler.disable(listener)
     global _listeners, _remove  # noqa: PLW0603  # the dispatcher is process-wide too
     with _lock:
@@ -49,7 +49,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def listen_alone(listener: Listener) -> Iterator[None]:
-    """Tell only ``listener`` of what this thread sends: a rehearsal is no communication."""
+    """Send this thread's communication to ``listener`` alone: a rehearsal sends nothing."""
     stop = listen(_ignore)  # the kernels are there
     before = getattr(_inside, "alone", None)
     _inside.alone = torch.compiler.disable(listener)

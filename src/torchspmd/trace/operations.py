@@ -1,4 +1,4 @@
-"""The operators that each module ran, for whoever asks: every operator pays for it."""
+"""The operators that each module ran; only on request, as every operator pays for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

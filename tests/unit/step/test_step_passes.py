@@ -19,7 +19,6 @@ from torchspmd.step import (
     get_all_fused_optimizer_blocks,
     graph_optimization_pass,
 )
-from torchspmd.step.passes.runner import applied_passes
 
 DONE = Outcome(matched=1, changed=1)
 
@@ -47,9 +46,7 @@ def module():
 def test_orders_that_are_allowed(make):
     for order in ([first, builds_on_first], [first, later], [later], [first, first]):
         gm = make()
-        for each in order:
-            each(gm)
-        assert list(applied_passes(gm)) == [each.__name__ for each in order]
+        assert all(each(gm).outcome == DONE for each in order)
 
 
 def test_a_pass_returns_its_report():

@@ -101,7 +101,7 @@ def _permute(trails: Trails, call: FunctionCall) -> list[Trail]:
 
 
 def _along(trails: Trails, call: FunctionCall) -> list[Trail]:
-    """Something done along one other dimension, which stays."""
+    """An operation along another dimension, which stays."""
     tensor, trail = call.args[0], trails[id(call.args[0])]
     dim = call.argument(1, "dim")
     if type(dim) is not int or dim % tensor.ndim == trail.dim:
@@ -267,7 +267,7 @@ RULES: dict[str, Rule] = {
 }
 
 OUTPUT = "they are an output of the model"
-# What takes all features at the end of a model as much as the caller does.
+# Functions at the end of a model that need all features, as its caller does.
 _LOSSES = frozenset(
     {
         *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy"),
@@ -370,7 +370,7 @@ class _Follower:
     def pass_on(self, call: FunctionCall) -> None:
         """Give the outputs of a call the trails that follow from its inputs."""
         for tensor in call.inputs:
-            # A history that no torch function has shown.
+            # A gradient history that no observed torch function made.
             if tensor.requires_grad and id(tensor) not in self._known:
                 self._known.add(id(tensor))
                 self.flow.gaps.append(call.name)

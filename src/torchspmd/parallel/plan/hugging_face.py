@@ -46,7 +46,7 @@ _GATE_AND_UP = 2
 
 
 def read_tp_plan(model: nn.Module, leave: Collection[str]) -> dict[str, Style]:
-    """Styles by pattern; every entry has one or is left, or all that are not are named."""
+    """Styles by pattern; an error names all entries without a style that are not left."""
     tree = module_tree(model)
     entries = _entries(model, tree)
     left = _left(model, entries, leave)
@@ -76,7 +76,7 @@ def read_tp_plan(model: nn.Module, leave: Collection[str]) -> dict[str, Style]:
 def _without_absent(
     model: nn.Module, entries: Mapping[str, str], tree: Mapping[str, nn.Module]
 ) -> dict[str, str]:
-    """Entries for what the model has: the plan of a family names what some of it lack."""
+    """The entries that fit this model: a family's plan names what some members lack."""
     parameters = dict(model.named_parameters())
     absent = [p for p in entries if not match(tree, p) and not match(parameters, p)]
     if absent and len(absent) < len(entries):

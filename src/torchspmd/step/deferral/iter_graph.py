@@ -49,7 +49,7 @@ class IterGraph(fx.Graph):
         """Run these nodes in the next iteration, before a node of it.
 
         Args:
-            subgraph: The nodes; whoever uses one of them is among them, or is the output.
+            subgraph: The nodes; what uses one of them is among them, or is the output.
             target_node: Where in the next iteration they run.
             strict: Refuse a place after something reads a state that the nodes write.
                 Otherwise the latest place before that reader is taken, with a warning:

@@ -57,8 +57,8 @@ class IterGraphModule:
             )
         self.main_gm = _torch.lazy_module(main_gm, IterGraph.copy_of(main_gm.graph))
         self.enable_inductor = enable_inductor
-        self.latest_snapshot: Snapshot | None = None  # for whoever runs passes on it
-        self.latest_values: tuple[Any, Any] | None = None  # for whoever proves them
+        self.latest_snapshot: Snapshot | None = None  # for the runner of passes
+        self.latest_values: tuple[Any, Any] | None = None  # for their proofs
         self._forms: _Forms | None = None
         self._pending = PendingUpdates()
         self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
@@ -325,7 +325,7 @@ class _Forms:
     def wait_for(self, carried: Sequence[Any]) -> None:
         """Wait for reductions that no iteration will wait for.
 
-        Torch keeps each of them, and its memory, until somebody has.
+        Torch keeps each of them, with its memory, until it is waited for.
         """
         if carried:
             steady = self._graph_of("steady").graph

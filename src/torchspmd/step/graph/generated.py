@@ -122,7 +122,7 @@ def _binding_of(node: fx.Node) -> _torch.Binding | None:
 
 
 class _Names:
-    """What generated code calls things.
+    """The names of objects in generated code.
 
     Attributes:
         values: The globals of the code.

@@ -69,7 +69,7 @@ class Proof:
         return shown
 
     def doubt(self, name: str, compared: Collection[str] = ()) -> str:
-        """What to tell whoever applied an edit of which not all is proved.
+        """The warning for an edit of which not all is proved.
 
         Args:
             name: The edit.

@@ -84,7 +84,7 @@ class FormsInPlace:
         else:
             running, _ = write_in_place(form, keep_inputs=True)
         self.running[name] = running.graph
-        # Whoever asks for a flush waits for it, and it is mostly updates.
+        # The caller of a flush waits for it, and it is mostly updates.
         if self._compile is None or name == "flush":
             return RunningGraph.of(running)
         compiled, note = self._compile(running, self._compiled)

@@ -186,7 +186,7 @@ def _as_it_runs(graph: fx.GraphModule, *, is_steady: bool) -> fx.GraphModule:
 
 
 def _ignore(region: int) -> None:
-    """Nobody repeats a measured run."""
+    """A measured run is not repeated: its progress need not be noted."""
 
 
 def _step(

@@ -211,7 +211,7 @@ def _network(
 
 
 def _time(run: Callable[[], object], device: torch.device) -> float:
-    """The median of some runs, after one that nobody counts."""
+    """The median of some runs, after one that does not count."""
     times = []
     for _ in range(1 + _TRIES):
         _synchronize(device)

@@ -400,7 +400,7 @@ class GatherForFunctions(FunctionMode):
         )
 
 
-# Torch calls ``+=`` and the like ``add_``; these go by their own names. Not all that start
+# Torch sees ``+=`` as ``add_``, but these operators by their own names. Not all that start
 # with ``__i``: ``__invert__`` and ``__int__`` only read.
 _IN_PLACE = frozenset(
     {
@@ -469,7 +469,7 @@ _LATER = (Phase.BACKWARD, Phase.RECOMPUTE)
 
 
 def drop_unused_gathers(graph: fx.Graph) -> None:
-    """Remove gathers whose result nobody reads."""
+    """Remove gathers whose result is not read."""
     for wait in reversed(graph.find_nodes(op="call_function", target=_WAIT)):
         start = wait.args[0]
         if start.target is not _GATHER:

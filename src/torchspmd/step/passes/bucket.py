@@ -539,8 +539,8 @@ def _unpack(
 ) -> list[fx.Node]:
     """The results of blocks, from the result of their bucket, each like another node.
 
-    What leaves the graph is copied: whoever gets it must not hold the whole bucket, nor
-    share memory with another.
+    What leaves the graph is copied: the caller must not keep the whole bucket alive, nor
+    get tensors that share memory.
     """
     kind, num_ranks = blocks[0].kind, blocks[0].group.size
     num_rows = 1 if kind is Kind.REDUCE_SCATTER else rows.num_rows

@@ -138,7 +138,7 @@ def defer_updates(
             "Leave out one of them."
         )
     graph = gm.graph
-    # Whoever defers without asking whether it gains, and by a guess, wants all of it.
+    # Without a check for a gain, and with a guessed cost, all of it is deferred.
     may_join = cost is not None or only_if_faster
     tried = machines(cost, device_of(graph), is_doubted=only_if_faster)
     cost = tried[0]
@@ -197,7 +197,7 @@ def _move(
 
 
 def isolate_update(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
-    """All that needs a node's result, with optimizers split so that it is no more."""
+    """All that needs a node's result; optimizers are split so that nothing else does."""
     _isolate_updates(graph, [[moving]])
     return _update_region(Iteration.of(graph), [moving])
 
@@ -306,7 +306,7 @@ def _find_jobs(
     cost: CostModel,
     together: Sequence[Sequence[str]] = (),
 ) -> tuple[list[_Job], list[str]]:
-    """The work that can be deferred, what is needed first in front, and why other not.
+    """The work that can be deferred, first what is needed first, and why other cannot.
 
     Optimizers are split, so that each update needs its own reduction alone, or those whose
     starts are named together.
@@ -588,7 +588,7 @@ def _simulated(gain: float) -> str:
 
 
 def _worth(gain: float) -> str:
-    """What overlapping gains, as far as can be told before the step has run."""
+    """What overlapping gains, as far as it is known before the step has run."""
     line = _simulated(gain)
     if gain >= _WORTH:
         return line

@@ -167,7 +167,7 @@ class _Gathering:
             return told
         if not gradient.has_rest or seconds <= reduced / 2:
             return ""
-        # The rest is reduced all the same: that pays where the wire has time for both.
+        # The rest is reduced as well: that pays where the wire has time for both.
         wire = sum(self.cost.comm_seconds(each) for _, each in events_of(self.gm.graph))
         computing = sum(map(self.cost.compute_seconds, self.gm.graph.nodes))
         if wire + seconds <= computing:

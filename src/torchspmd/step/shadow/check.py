@@ -59,7 +59,7 @@ from torchspmd.step.shadow.eager import (
 BY_DEFAULT = 3  # calls after each capture
 EVERY_CALL = "TORCHSPMD_CHECK"  # an environment variable: "1" for every call
 NUMBER = (
-    "TORCHSPMD_SHADOW"  # an environment variable: how many, where compile is not told
+    "TORCHSPMD_SHADOW"  # an environment variable: how many, where compile says nothing
 )
 _LONGEST_CHAIN = 8  # eager calls that build on each other while updates are pending
 _SECONDS = 300.0  # for ranks to come
@@ -80,7 +80,7 @@ class ShadowPlan:
 
     @classmethod
     def of(cls, shadow: int | None, every: int | None) -> "ShadowPlan":
-        """What ``compile`` was told, or the environment says."""
+        """What ``compile`` was given, or the environment says."""
         if shadow is None:
             if os.environ.get(EVERY_CALL) == "1":
                 return cls(-1)
@@ -472,7 +472,7 @@ class Shadow:
         if found.failures:
             failed = "; ".join(f"rank {r}: {t}" for r, t in found.failures.items())
             raise _GivenUpError(f"a call failed on another rank ({failed})")
-        # Whoever came here has read all that was posted for the last but one.
+        # A rank that is here has read all that was posted for the last call but one.
         rank = dist.get_rank()
         for old in ("begin", "end"):
             _torch.default_store().delete_key(

@@ -91,7 +91,6 @@ class Eager:
         error: What it raised instead.
         changes: What it changed in Python, as text; it was put back.
         random: The state of every generator of torch after it.
-        drew: Whether it drew random numbers.
         gradients: The sizes of the gradients that backward made, by slot.
         sums: Their sums, by slot, where that was asked for.
         ahead: What the next call begins with, of what is late, by slot.
@@ -103,7 +102,6 @@ class Eager:
     error: Exception | None = None
     changes: list[str] = field(default_factory=list)
     random: list[torch.Tensor] = field(default_factory=list)
-    drew: bool = False
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     ahead: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -263,7 +261,7 @@ def run_eagerly(
                 if number.is_counter and number.holder is not None
             }
     finally:
-        found.random, found.drew = generators.put_back()
+        found.random = generators.put_back()
         found.changes = undo_python(watched)
         torch.clear_autocast_cache()
     _read_values(found, copies, late, ahead)
@@ -558,12 +556,12 @@ class Generators:
         """The states, as they are now."""
         return [each.get_state() for each in self._all]
 
-    def put_back(self) -> tuple[list[torch.Tensor], bool]:
-        """Set all to what they were; the states until now, and whether any was other."""
+    def put_back(self) -> list[torch.Tensor]:
+        """Set all to what they were; the states until now."""
         now = self.states()
         for generator, state in zip(self._all, self._before, strict=True):
             generator.set_state(state)
-        return now, not all(map(torch.equal, now, self._before))
+        return now
 
 
 def draws(graph: fx.GraphModule) -> bool:

@@ -603,7 +603,7 @@ def _finished(value: Any, used: fx.Node, by: fx.Node) -> Any:
     if not value.is_done:
         raise VirtualRanksError(
             f"virtual ranks: {by.name} reads the result of {readable_name(used)}, which "
-            "nobody has waited for; on real ranks its values may not have arrived."
+            "was not waited for; on real ranks its values may not have arrived."
         )
     return value.value
 

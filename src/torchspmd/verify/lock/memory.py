@@ -172,7 +172,7 @@ def _unpack(saved: _Saved) -> torch.Tensor:
 
 
 def _is_fully_sharded(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported by its users
     return fsdp is not None and any(
         isinstance(inner, fsdp.FSDPModule) for inner in module.modules()
     )

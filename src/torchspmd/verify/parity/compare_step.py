@@ -30,7 +30,8 @@ from torchspmd.verify.recording.files import (
 from torchspmd.verify.recording.layouts import sketch
 
 # ----------------------------------------------------------------------------
-# Where a difference begins: the first one in execution order that nothing puts right.
+# Where a difference begins: the first one in execution order that no later value puts
+# right.
 
 _FORWARD = (Kind.INPUT, Kind.FORWARD)
 _BACKWARD = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
@@ -274,7 +275,7 @@ def _along(
 def join_parts(
     key: Key, parts: Parts, ranks: Sequence[Mapping[Key, Piece]]
 ) -> tuple[torch.Tensor, ...] | None:
-    """What each rank says a value is that it keeps in parts; None where it does not."""
+    """The joined value of each rank, where ranks keep it in parts; else None."""
     name, rest = key.name, ""
     if key.kind is Kind.STATE:
         name, _, rest = key.name.rpartition(".")
@@ -422,7 +423,7 @@ class History:
     def note_found(
         self, name: str, gradient: torch.Tensor, found: torch.Tensor
     ) -> None:
-        """A zero that is none in the parallel run is uncertain: it is rounding there."""
+        """A zero gradient that is not zero in the parallel run is uncertain: rounding."""
         uncertainty = self.uncertainty.get(name)
         if uncertainty is not None and uncertainty.shape == found.shape:
             uncertainty[(gradient == 0) & (found != 0)] = 1.0
@@ -649,7 +650,7 @@ class StepComparison:
         return allowed
 
     def _size_of_terms(self) -> float:
-        """What rounding of the model's outputs does to the loss, beside the rounding.
+        """How far rounding of the model's outputs moves the loss.
 
         A loss may be close to zero and still be a sum of large terms, which cancel: to
         first order it moves by its gradients times what the outputs move by.

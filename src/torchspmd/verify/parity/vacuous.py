@@ -10,7 +10,7 @@ import torch
 from torchspmd.verify.parity.match import largest
 from torchspmd.verify.recording.files import INITIAL, Header, Key, Kind, Recording
 
-# A mask with -inf is well as a buffer, and a row of NaN as an activation nobody reads.
+# Other values may be infinite or NaN: a buffer that is a mask, rows of an activation.
 _FINITE = (Kind.LOSS, Kind.OUTPUT, Kind.GRADIENT, Kind.PARAMETER, Kind.STATE)
 
 

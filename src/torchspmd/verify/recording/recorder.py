@@ -1,7 +1,7 @@
 """Record what a run computes, in a user's own job or in one that check_parity starts.
 
-Recording sends nothing: every rank writes its own parts with their layouts, and whoever
-compares puts them together. One step is in memory at a time.
+Recording sends nothing: every rank writes its own parts with their layouts, and the
+comparison puts them together. One step is in memory at a time.
 """
 
 import os
