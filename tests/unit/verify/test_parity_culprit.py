@@ -1,6 +1,6 @@
 """Where a difference begins, from which values differ."""
 
-from torchspmd.verify.parity.compare_step import (
+from torchspmd.verify.parity.origin import (
     Result,
     Status,
     choose_first,

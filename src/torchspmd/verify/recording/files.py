@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchspmd.comm.storage import write_whole
 from torchspmd.errors import RecordingError
 from torchspmd.verify.recording.layouts import Grid, grid_from_dict
 
@@ -155,10 +156,7 @@ def write_header(folder: Path, header: Header) -> None:
     """Say that a rank is done, and what it did."""
     about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__}
     data = {**about, **asdict(header)}
-    path = folder / f"rank{header.rank}.json"
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(folder / f"rank{header.rank}.json", json.dumps(data, indent=1) + "\n")
 
 
 def prepare_folder(folder: str | os.PathLike[str], rank: int) -> Path:
