@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchspmd._torch.operators import failures_not_logged
+from torchspmd._torch.fake_results import failures_not_logged
 from torchspmd._torch.regions import leaves_of, map_tree
 
 
