@@ -107,7 +107,9 @@ def ledger_to_dict(
         "totals": [
             {**key._asdict(), **asdict(total)} for key, total in ledger.rows.items()
         ],
-        "events": [_event_to_dict(event, places) for event in ledger.events],
+        "events": [
+            {**event._asdict(), "group": places[event.group]} for event in ledger.events
+        ],
     }
 
 
@@ -149,10 +151,6 @@ def _build_ledger(data: dict[str, Any]) -> Ledger:
     for text, times in data["notes"].items():
         ledger.note(text, int(times))
     return ledger
-
-
-def _event_to_dict(event: CommEvent, places: dict[Group, int]) -> dict[str, Any]:
-    return {**event._asdict(), "group": places[event.group]}
 
 
 def _event_from_dict(data: dict[str, Any], groups: list[Group]) -> CommEvent:

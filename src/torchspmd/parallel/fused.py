@@ -501,11 +501,10 @@ def _fused_layouts(given: object, local_output: bool = True) -> StyleLayouts:
 def _unshared_heads(index: int, num_heads: int, num_ranks: int) -> list[str]:
     if not num_heads or num_heads % num_ranks == 0 or num_ranks % num_heads == 0:
         return []
-    text = (
+    return [
         f"part {index} has {num_heads} heads for {num_ranks} ranks; one number must "
         "divide the other"
-    )
-    return [text]
+    ]
 
 
 def _argument_problems(

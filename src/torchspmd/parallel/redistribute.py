@@ -78,7 +78,11 @@ def start_reduce(
     if type(target) is Partial:
         return tensor
     if type(target) is Replicate:
-        buffer = tensor.contiguous() if owned else _copy(tensor)
+        buffer = (
+            tensor.contiguous()
+            if owned
+            else tensor.clone(memory_format=torch.contiguous_format)
+        )
         return _torch.start_all_reduce(buffer, "sum", axis.group)
     assert type(target) is Shard, target
     stacked = _stack_shards(tensor, target.dim, axis.size).contiguous()
@@ -163,10 +167,6 @@ def _cut(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     if tensor.size(dim) == size:
         return tensor
     return tensor.narrow(dim, 0, size).contiguous()
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def change_layout(

@@ -198,11 +198,10 @@ def describe_styled(module: nn.Module, part: str) -> list[str]:
     taken = dict(getattr(module, _STYLED, ()))
     if part not in taken:
         return []
-    text = (
+    return [
         f"{taken[part]} has placed the {part} of this module already; give a module one "
         "style, which does what both should"
-    )
-    return [text]
+    ]
 
 
 def describe_placed(module: nn.Module) -> list[str]:
@@ -211,8 +210,7 @@ def describe_placed(module: nn.Module) -> list[str]:
     if not names:
         return []
     listed = ", ".join(names)
-    text = (
+    return [
         f"{listed}: already a DTensor, so another style has placed this module; give a "
         "module one style that shards its parameters"
-    )
-    return [text]
+    ]

@@ -33,7 +33,7 @@ def listen(listener: Listener) -> Callable[[], None]:
     global _listeners, _remove  # noqa: PLW0603  # the dispatcher is process-wide too
     with _lock:
         if _remove is None:
-            _remove = _torch.observe(_kernels())
+            _remove = _torch.observe(_kernels(_torch.operator_generation()))
         _listeners = (*_listeners, listener)
 
     def stop() -> None:
@@ -50,7 +50,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 @contextlib.contextmanager
 def listen_alone(listener: Listener) -> Iterator[None]:
     """Send this thread's communication to ``listener`` alone: a rehearsal sends nothing."""
-    stop = listen(_ignore)  # the kernels are there
+    stop = listen(lambda operator, arguments: None)  # the kernels are there
     before = getattr(_inside, "alone", None)
     _inside.alone = torch.compiler.disable(listener)
     try:
@@ -60,16 +60,8 @@ def listen_alone(listener: Listener) -> Iterator[None]:
         stop()
 
 
-def _ignore(operator: Operator, arguments: Mapping[str, Any]) -> None:
-    pass
-
-
-def _kernels() -> dict[Any, _torch.Kernel]:
-    return _build_kernels(_torch.operator_generation())
-
-
 @lru_cache(maxsize=1)
-def _build_kernels(generation: object) -> dict[Any, _torch.Kernel]:
+def _kernels(generation: object) -> dict[Any, _torch.Kernel]:
     """Listing all of torch's operators takes milliseconds: done when there may be more."""
     for function in (_run, _torch.call_below, _torch.is_tracing_for_compile):
         _torch.keep_from_compiler(function)

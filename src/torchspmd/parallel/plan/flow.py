@@ -345,10 +345,6 @@ def is_plain_linear(module: nn.Module) -> bool:
     )
 
 
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding)
-
-
 class _Follower:
     """Passes trails from the inputs of each torch function to its outputs."""
 
@@ -358,7 +354,9 @@ class _Follower:
         self.trails: dict[int, Trail] = {}
         self.unsplit: dict[str, str] = {}
         self._linears = _owners(model, state, is_plain_linear)
-        self._embeddings = _owners(model, state, _is_embedding)
+        self._embeddings = _owners(
+            model, state, lambda part: isinstance(part, nn.Embedding)
+        )
         self._modules = dict(model.named_modules())
         names = [path for path, _ in model.named_parameters()]
         self._parameters = {id(state[path]): path for path in names}

@@ -166,7 +166,7 @@ class IterGraphModule:
         An output that belongs to work left for the next iteration is the one that the
         iteration before left, or None in the first.
         """
-        return self.run_and_write(args, _hand_over, last_iter=last_iter)
+        return self.run_and_write(args, lambda outputs: outputs, last_iter=last_iter)
 
     __call__ = forward
 
@@ -369,11 +369,6 @@ def _states_of(graph: IterGraph, regions: Collection[int]) -> tuple[int, ...]:
 def _places(graph: fx.Graph, inputs: Collection[fx.Node]) -> tuple[int, ...]:
     placeholders = graph.find_nodes(op="placeholder")
     return tuple(n for n, node in enumerate(placeholders) if node in inputs)
-
-
-def _hand_over(outputs: Any) -> Any:
-    """The caller writes them."""
-    return outputs
 
 
 def _marked_graph(main: object) -> IterGraph:

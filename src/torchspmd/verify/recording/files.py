@@ -255,15 +255,15 @@ def _read_pieces(path: Path) -> dict[Key, Piece]:
     try:
         data: dict[str, Any] = torch.load(path, weights_only=True)
         rows, values = json.loads(data["table"]), data["values"]
-        return {_key(row["key"]): _piece(row, values) for row in rows}
+        pieces = {}
+        for row in rows:
+            kind, *rest = row["key"]
+            pieces[Key(_KINDS[kind], *rest)] = _piece(row, values)
+        return pieces
     except Exception as error:
         raise RecordingError(
             f"{path} cannot be read ({type(error).__name__}). Record again."
         ) from None
-
-
-def _key(parts: list[Any]) -> Key:
-    return Key(_KINDS[parts[0]], parts[1], parts[2], parts[3])
 
 
 def _piece(row: dict[str, Any], values: Mapping[str, torch.Tensor]) -> Piece:
