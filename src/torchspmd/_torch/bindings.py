@@ -118,9 +118,8 @@ def _calls_of(target: Any, args: Sequence[Any], options: Mapping[str, Any]) -> A
             _Recorder() as recorder,
         ):
             target(*args, **options)
-    except (
-        Exception
-    ):  # an operator that needs values, or a binding with other arguments
+    except Exception:
+        # An operator that needs values, or a binding with other arguments.
         return None
     return recorder.calls
 

@@ -55,9 +55,8 @@ _NO_SHAPE = (
     fake_tensor.DataDependentOutputException,
     NotImplementedError,
 )
-_MODEL_BYTES = (
-    256 << 20
-)  # of tensors that a kernel of the host is run on for its shapes
+# Of tensors that a kernel of the host is run on for the shapes of its results.
+_MODEL_BYTES = 256 << 20
 _QUERIES = frozenset(fake_tensor._DISPATCH_META_HANDLERS) | frozenset(
     fake_tensor._DISPATCH_HANDLE_DIRECTLY
 )
@@ -183,9 +182,8 @@ class FakeDeviceMode(FakeTensorMode):
     def _higher_order(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if (
-            func.name() == "run_dtensor_rng_op"
-        ):  # two offsets, an operator, its arguments
+        if func.name() == "run_dtensor_rng_op":
+            # Two offsets, an operator, its arguments.
             with self:
                 return args[2](*args[3:], **kwargs)
         handler = func.python_key_table.get(FakeTensorMode)

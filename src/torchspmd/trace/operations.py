@@ -45,9 +45,8 @@ class OperationLog:
         self.dropped = 0
         self._room = max_operations
         self._by_place: dict[tuple[str, Phase], list[Operation]] = {}
-        self._place: tuple[str, Phase] | None = (
-            None  # of the last one: most often the next
-        )
+        # Of the last operation: most often of the next one, too.
+        self._place: tuple[str, Phase] | None = None
         self._here: list[Operation] = []
 
     def append(self, place: tuple[str, Phase], operation: Operation) -> None:

@@ -348,9 +348,8 @@ def test_what_is_exposed_has_a_reason():
 def test_a_fast_wire_is_hidden():
     fast = CostModel(1e9, 1e30, 1e9, launch_seconds=0.0, latency_seconds=0.0)
     _, scheduled, deferred = timelines(fast)
-    assert (
-        scheduled.exposed_seconds > 0.0
-    )  # the last gradient has nothing to hide behind
+    # The last gradient has nothing to hide behind.
+    assert scheduled.exposed_seconds > 0.0
     assert deferred.step_seconds <= scheduled.step_seconds
     assert all(each.exposed_seconds == 0 for each in deferred.exposures[1:])
 

@@ -483,9 +483,7 @@ def build(mesh):
 def test_hooks_of_our_styles():
     with fake_mesh((2, 2), ("dp", "tp")) as mesh:
         model, optim = build(mesh)
-        assert all(
-            p._backward_hooks for p in model.parameters()
-        )  # or nothing is tested
+        assert all(p._backward_hooks for p in model.parameters())  # else no test
         compiled = compile(parallel_mode=MODE, mesh=mesh["dp"])(step_hooks)
         compiled(model, optim, torch.randn(4, 8))
     names = {len(p.placements) for p in model.parameters()}
@@ -767,6 +765,4 @@ def test_what_replicas_hold_is_reduced_in_the_bucket_that_was_scattered():
     assert len(scatters) == len(sums) == 3
     for scatter, total in zip(scatters[:-1], sums[:-1], strict=True):
         between = list(program.graph.graph.nodes)[position[scatter] : position[total]]
-        assert any(
-            "mm" in str(node.target) for node in between
-        )  # it computes meanwhile
+        assert any("mm" in str(node.target) for node in between)  # it computes

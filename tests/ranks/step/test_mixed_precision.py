@@ -118,9 +118,8 @@ def test_every_policy_has_the_bits_of_fsdp2(ranks2):
     for found in ranks2.run(run_policies):
         for (difference, told, sent), dtypes in zip(found, wanted, strict=True):
             assert difference == 0.0
-            assert (
-                "equal bits" in told
-            )  # the shadow steps compute in this precision too
+            # The shadow steps compute in this precision too.
+            assert "equal bits" in told
             gathered, reduced = (str(each).removeprefix("torch.") for each in dtypes)
             assert {key[1] for key in sent if key[0] == "all_gather"} == {gathered}
             assert {key[1] for key in sent if key[0] == "reduce_scatter"} == {reduced}

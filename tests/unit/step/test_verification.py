@@ -124,7 +124,9 @@ def test_a_lost_wait():
         observe(fuse(gradients().graph, waits=False))
     text = str(caught.value)
     assert "after pass fuse the graph cannot be run, before it could" in text
-    assert "slice_tensor reads the result of all_reduce_default_2, which was not" in text
+    assert (
+        "slice_tensor reads the result of all_reduce_default_2, which was not" in text
+    )
 
 
 def test_a_slice_of_another_size():

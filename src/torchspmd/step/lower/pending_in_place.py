@@ -62,9 +62,8 @@ class FormsInPlace:
         compile_graph: CompileGraph | None,
     ) -> None:
         self._run, self._whole, self._compile = run, whole, compile_graph
-        self._left: Mapping[
-            int, str
-        ] = {}  # updates that are not made in place, and why
+        # Updates that are not made in place, and why.
+        self._left: Mapping[int, str] = {}
         self._spare: frozenset[int] = frozenset()
         self.notes: list[str] = []
         self.running: dict[str, fx.Graph] = {}

@@ -305,9 +305,8 @@ def _read_values(
         _read_gradients(found, copies, late)
         _read_states(found, copies, late)
     for each in found.values:
-        is_gradient = (
-            each.kind is Kind.GRADIENT
-        )  # its own slot, where a step adds to it
+        # A gradient has a slot of its own where a step adds to it.
+        is_gradient = each.kind is Kind.GRADIENT
         place = inventory.gradients.get(each.slot, -1) if is_gradient else each.slot
         if each.is_late and place in late.slots and each.value is not None:
             found.ahead[place] = each.value

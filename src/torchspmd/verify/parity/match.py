@@ -25,9 +25,8 @@ class Match:
     layout: Layout
     found: tuple[torch.Tensor, ...]
     expected: tuple[torch.Tensor, ...]
-    excess: tuple[
-        float, ...
-    ]  # by rank: how far the worst element is over what is allowed
+    # By rank: how far the worst element is over what is allowed.
+    excess: tuple[float, ...]
     error: float  # largest absolute difference
 
     @property
