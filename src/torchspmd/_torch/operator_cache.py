@@ -144,7 +144,7 @@ class OperatorCache:
             result = run()
             if len(self._entries) >= _MAX_ENTRIES:
                 self._entries.clear()
-            self._entries[key] = self._describe(func, args, result)
+            self._entries[key] = self._describe(args, result)
             return result
         if entry is None:
             return run()
@@ -176,9 +176,7 @@ class OperatorCache:
             return self._key(value)
         raise _UncachedError
 
-    def _describe(
-        self, func: OpOverload, args: Sequence[Any], result: Any
-    ) -> _Entry | None:
+    def _describe(self, args: Sequence[Any], result: Any) -> _Entry | None:
         first = args[0] if args else None
         if result is None:
             return _Entry((None,), None)

@@ -319,7 +319,7 @@ def _find_jobs(
             if block.problem:
                 raise UsageError(block.problem)
             first = block.start if start == "next" else block.wait
-            _check_only_updates(graph, block, first, taken)
+            _check_only_updates(block, first, taken)
         except UsageError as error:
             refused.append(f"{block.start.name}: {_first_problem(error)}")
         else:
@@ -419,7 +419,7 @@ def _told_shared(job: _Job, group: Sequence[_Job]) -> str:
 
 
 def _check_only_updates(
-    graph: IterGraph, block: CommBlock, moving: fx.Node, taken: Container[str]
+    block: CommBlock, moving: fx.Node, taken: Container[str]
 ) -> None:
     """Raise unless a reduction feeds updates alone, none of which is moved already.
 
