@@ -111,12 +111,7 @@ def _calls_of(target: Any, args: Sequence[Any], options: Mapping[str, Any]) -> A
         return None
     (mode,) = modes
     try:
-        with (
-            failures_not_logged(),
-            torch.no_grad(),
-            mode,
-            _Recorder() as recorder,
-        ):
+        with failures_not_logged(), torch.no_grad(), mode, _Recorder() as recorder:
             target(*args, **options)
     except Exception:
         # An operator that needs values, or a binding with other arguments.

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from torchspmd._torch.operators import (
-    argument_names,
-    kept,
-    packet_name,
-    signature_of,
-)
+from torchspmd._torch.operators import argument_names, kept, packet_name, signature_of
 from torchspmd._torch.regions import leaves_of, map_tree
 
 _FUNCTIONAL = "_c10d_functional"

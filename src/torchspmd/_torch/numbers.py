@@ -24,11 +24,7 @@ def real_tensors() -> Iterator[None]:
     traced = native._get_tracing_state()  # of torch.jit.trace, in this thread
     native._set_tracing_state(None)
     try:
-        with (
-            torch._C.DisableTorchFunction(),
-            _disable_current_modes(),
-            torch.no_grad(),
-        ):
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             yield
     finally:
         native._set_tracing_state(traced)

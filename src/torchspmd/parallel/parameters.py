@@ -155,10 +155,7 @@ def place_parameter(
     if placed is None:
         placed = nn.Parameter(
             distribute_tensor(
-                parameter.detach(),
-                axis.mesh,
-                (placement,),
-                src_data_rank=src_data_rank,
+                parameter.detach(), axis.mesh, (placement,), src_data_rank=src_data_rank
             ),
             requires_grad=parameter.requires_grad,
         )

@@ -6,9 +6,7 @@ import pytest
 import torch
 from layouts import S0, S1, P, R, put
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    Shard,
-)
+from torch.distributed.tensor import Shard
 
 from torchspmd import SpmdError
 from torchspmd.errors import LayoutError, UsageError
@@ -63,10 +61,7 @@ def test_redistribution_to_partial(tp2: Any) -> None:
     ("spec", "text"),
     [
         (([S0],), "in_placements has 1 entry for 2 arguments (2 leaves)"),
-        (
-            ([S0],) * 3,
-            "in_placements has 3 entries for 2 arguments (2 leaves)",
-        ),
+        (([S0],) * 3, "in_placements has 3 entries for 2 arguments (2 leaves)"),
         (([R], ([R], [R])), "in_placements[1] is a tuple of 2, but one tensor is"),
         ((R, [R]), "in_placements[0] is Replicate(), but one tensor is there"),
         (

@@ -14,7 +14,7 @@ from torchspmd.testing import fake_mesh
 
 pytestmark = [
     # torch's own word about an in-place collective, in backward
-    pytest.mark.filterwarnings("ignore:c10d.*autograd kernel was not registered"),
+    pytest.mark.filterwarnings("ignore:c10d.*autograd kernel was not registered")
 ]
 
 
@@ -131,10 +131,7 @@ def test_collectives_that_send_a_tensor_with_a_gradient(tp2: Any, body: Any) -> 
 def test_in_place_collectives_that_somebody_answers_for(tp2: Any) -> None:
     x = put(torch.ones(4, 3), tp2, S0)
     w = put(torch.ones(3), tp2, R).requires_grad_()
-    for options in (
-        {"out_grad_placements": [R]},
-        {"in_grad_placements": (None, [P])},
-    ):
+    for options in ({"out_grad_placements": [R]}, {"in_grad_placements": (None, [P])}):
         local_map(reduce_in_place, [R], ([S0], [R]), **options)(x, w).backward()
         assert w.grad is not None
         # The whole gradient enters; fake reductions leave each rank's own term.

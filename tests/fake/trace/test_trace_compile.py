@@ -124,10 +124,7 @@ def test_gradients_of_compiled_modules_belong_to_their_owners():
         compiled(torch.ones(2, 4)).sum().backward()
     assert {
         key: total.count for key, total in mode.ledger.total_by("module").items()
-    } == {
-        ("Sequential.0",): 2,
-        ("Sequential.1",): 2,
-    }
+    } == {("Sequential.0",): 2, ("Sequential.1",): 2}
 
 
 def test_tracing_with_make_fx_counts_each_communication_once():

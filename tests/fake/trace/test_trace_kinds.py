@@ -106,11 +106,7 @@ FUNCTIONAL = [
         "all_reduce_coalesced",
         48,
     ),
-    (
-        lambda g: native.all_gather_into_tensor(x(), 4, g),
-        "all_gather_into_tensor",
-        128,
-    ),
+    (lambda g: native.all_gather_into_tensor(x(), 4, g), "all_gather_into_tensor", 128),
     (
         lambda g: native.all_gather_into_tensor_out(x(), 4, g, out=x(32)),
         "all_gather_into_tensor",

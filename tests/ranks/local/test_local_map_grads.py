@@ -8,10 +8,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from layouts import S0, S1, P, R, all_gather, leaf_of_terms, reduce_scatter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    Partial,
-    distribute_tensor,
-)
+from torch.distributed.tensor import Partial, distribute_tensor
 
 from torchspmd.local import local_map
 

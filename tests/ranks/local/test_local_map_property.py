@@ -11,9 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from layouts import S0, S1, P, R, all_gather, leaf_of_terms
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    distribute_tensor,
-)
+from torch.distributed.tensor import distribute_tensor
 
 from torchspmd.local import local_map
 

@@ -7,11 +7,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from layouts import S0, S1, P, R, leaf
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.experimental import local_map as torch_local_map
 
 from torchspmd.errors import LayoutError
@@ -241,10 +237,7 @@ def run_custom_reduction():
     x, w = leaf(torch.ones(2, 4), mesh, [S1]), leaf(torch.ones(4, 3), mesh, [S0])
     texts = [refusal(local_map(f, [R], layouts), x, w) for f in (body, in_place)]
     grads = []
-    for options in (
-        {"out_grad_placements": [R]},
-        {"in_grad_placements": layouts},
-    ):
+    for options in ({"out_grad_placements": [R]}, {"in_grad_placements": layouts}):
         x.grad = w.grad = None
         local_map(body, [R], layouts, check=True, **options)(x, w).sum().backward()
         grads.append((whole(x)[0, 0].item(), whole(w)[0, 0].item()))

@@ -61,9 +61,7 @@ def follow_ddp(tied, overlap, verify):
     ddp = DistributedDataParallel(theirs)
     passes = transformation(overlap)
     step = compile(
-        gm_transformation=passes,
-        parallel_mode=DataParallel("replicate"),
-        verify=verify,
+        gm_transformation=passes, parallel_mode=DataParallel("replicate"), verify=verify
     )(train_step)
     draw = torch.Generator().manual_seed(dist.get_rank())
     with step as run:

@@ -24,9 +24,7 @@ def build(kind):
     transformation = None
     if kind != "captured":
         transformation = GraphModuleTransformation(
-            enable_graph_optimization=True,
-            overlap_iterations=True,
-            bucket_size_mb=0.02,
+            enable_graph_optimization=True, overlap_iterations=True, bucket_size_mb=0.02
         )
     mode = DataParallel("replicate")
     step = compile(gm_transformation=transformation, parallel_mode=mode)(train)

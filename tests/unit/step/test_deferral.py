@@ -11,12 +11,7 @@ from training import train as plain_step
 from training import train_keeping_gradients as keep_gradients
 
 from torchspmd.errors import DeferralError, PassWarning, UsageError
-from torchspmd.step import (
-    IterGraphModule,
-    compile,
-    find_all_descendants,
-    find_node,
-)
+from torchspmd.step import IterGraphModule, compile, find_all_descendants, find_node
 from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.passes import (
     defer_updates,

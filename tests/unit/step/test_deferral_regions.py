@@ -42,10 +42,7 @@ def iteration():
     step = call(graph, "step", aten.sin.default, result)
     update = call(graph, "update", aten.sub.Tensor, weight, step)
     graph.output([update, result])
-    set_roles(
-        graph,
-        [OutputRole(OutputKind.STATE, 0), OutputRole(OutputKind.RESULT)],
-    )
+    set_roles(graph, [OutputRole(OutputKind.STATE, 0), OutputRole(OutputKind.RESULT)])
     return IterGraphModule(fx.GraphModule(nn.Module(), graph))
 
 

@@ -15,11 +15,7 @@ from torchspmd.step import (
 from torchspmd.step.graph.reports import Outcome
 from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.passes import split_optimizer
-from torchspmd.step.passes.runner import (
-    LeaveUnchanged,
-    observing_passes,
-    run_any,
-)
+from torchspmd.step.passes.runner import LeaveUnchanged, observing_passes, run_any
 
 
 def module():

@@ -893,9 +893,7 @@ class Lazy(nn.Linear):
 def made_in_the_first_call():
     model = Lazy(4, 4)
     return World(
-        train,
-        model=model,
-        left=lambda: (model.cache, vars(model)["width"], model.seen),
+        train, model=model, left=lambda: (model.cache, vars(model)["width"], model.seen)
     )
 
 
@@ -1047,9 +1045,7 @@ def caught(error):
 ROWS = {
     "self.w changed between calls": Row(method("reads", w=halved)),
     "self.w read by getattr": Row(method("reads_by_text", w=halved)),
-    "self.w, the name computed": Row(
-        method("reads_by_computed_text", w=halved),
-    ),
+    "self.w, the name computed": Row(method("reads_by_computed_text", w=halved)),
     "an object that can be called": Row(method("__call__", w=halved)),
     "a property of an object of self": Row(schedule_of_a_method),
     "a list in a dict of self": Row(deep_in_self),
@@ -1094,16 +1090,14 @@ ROWS = {
     "a dict in a parameter group": Row(
         held_by_a_group(
             lambda: {"scale": 1.0}, lambda own, value: own.update(scale=value)
-        ),
+        )
     ),
-    "a dataclass in a parameter group": Row(
-        held_by_a_group(Config, set_scale_of),
-    ),
+    "a dataclass in a parameter group": Row(held_by_a_group(Config, set_scale_of)),
     "a function in a parameter group": Row(
-        held_by_a_group(function_with_settings, set_scale_of),
+        held_by_a_group(function_with_settings, set_scale_of)
     ),
     "scheduler.get_last_lr()": Row(
-        scheduler(lambda schedule: schedule.get_last_lr()[0]),
+        scheduler(lambda schedule: schedule.get_last_lr()[0])
     ),
     "scheduler.last_epoch": Row(
         scheduler(lambda schedule: 0.5 if schedule.last_epoch > 2 else 1.0), programs=5
@@ -1113,26 +1107,26 @@ ROWS = {
         programs=2,
     ),
     "a UserList": Row(
-        held_by(lambda: collections.UserList([1.0]), lambda held: held[0], set_item(0)),
+        held_by(lambda: collections.UserList([1.0]), lambda held: held[0], set_item(0))
     ),
     "a ChainMap": Row(
-        held_by(lambda: collections.ChainMap({0: 1.0}), lambda m: m[0], set_item(0)),
+        held_by(lambda: collections.ChainMap({0: 1.0}), lambda m: m[0], set_item(0))
     ),
     "an array.array": Row(
-        held_by(lambda: array.array("d", [1.0]), lambda a: a[0], set_item(0)),
+        held_by(lambda: array.array("d", [1.0]), lambda a: a[0], set_item(0))
     ),
     "a list of 1,000 numbers": Row(
-        held_by(lambda: [1.0] * 1000, lambda held: held[700], set_item(700)),
+        held_by(lambda: [1.0] * 1000, lambda held: held[700], set_item(700))
     ),
     "a table of 1,000 numbers": Row(
         held_by(
             lambda: dict.fromkeys(range(1000), 1.0),
             lambda held: held[700],
             set_item(700),
-        ),
+        )
     ),
     "an array of 1,000 numbers": Row(
-        held_by(lambda: np.ones(1000), lambda held: float(held[700]), set_item(700)),
+        held_by(lambda: np.ones(1000), lambda held: float(held[700]), set_item(700))
     ),
     "a bytearray": Row(
         held_by(
@@ -1143,26 +1137,22 @@ ROWS = {
         programs=2,
     ),
     "a multiprocessing.Value": Row(
-        held_by(lambda: multiprocessing.Value("d", 1.0), lambda v: v.value, set_value),
+        held_by(lambda: multiprocessing.Value("d", 1.0), lambda v: v.value, set_value)
     ),
     "a number beside a long table": Row(beside_a_long_table),
     "a number beside a long list around the step": Row(beside_a_long_list),
     "a global of a helper under no_grad": Row(
-        by_a_global(scaled_by(lambda batch: scale_without_gradients())),
+        by_a_global(scaled_by(lambda batch: scale_without_gradients()))
     ),
     "a global of a context manager": Row(
-        by_a_global(scaled_by(lambda batch: scale_in_a_context())),
+        by_a_global(scaled_by(lambda batch: scale_in_a_context()))
     ),
-    "a global of a function chosen by type": Row(
-        by_a_global(scaled_by(scale_of)),
-    ),
+    "a global of a function chosen by type": Row(by_a_global(scaled_by(scale_of))),
     "the environment": Row(environment),
     "the environment, which the step sets": Row(
         sets_environment, "os.environ.TORCHSPMD_TEST_SCALE: '1.0' -> '2.0'"
     ),
-    "globals()['NAME']": Row(
-        by_a_global(scaled_by(lambda batch: globals()["SCALE"])),
-    ),
+    "globals()['NAME']": Row(by_a_global(scaled_by(lambda batch: globals()["SCALE"]))),
     "an attribute of a metaclass": Row(
         held_by(
             lambda: OfAKind,
@@ -1268,7 +1258,7 @@ ROWS = {
         programs=1,
     ),
     "an attribute of a parameter": Row(
-        by_parameter(lambda p, held: getattr(p, "scale", 1.0), change=set_scale),
+        by_parameter(lambda p, held: getattr(p, "scale", 1.0), change=set_scale)
     ),
     "an attribute of a parameter in a forward": Row(
         attribute_of_a_parameter_in_a_forward, programs=1

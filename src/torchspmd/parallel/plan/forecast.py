@@ -88,8 +88,7 @@ def forecast(
     # A table of modules is read from the input to the output: backward beside forward.
     places = {path: place for place, path in enumerate(run.called)}
     for event in sorted(
-        run.events,
-        key=lambda e: places.get(e.module.partition(".")[2], len(places)),
+        run.events, key=lambda e: places.get(e.module.partition(".")[2], len(places))
     ):
         ledger.append(event)
     return ledger, notes

@@ -7,12 +7,7 @@ from typing import Any, Self
 from torch import fx
 
 from torchspmd.errors import DeferralError, PassWarning, UsageError
-from torchspmd.step.deferral.regions import (
-    DeferredRegion,
-    Iteration,
-    Move,
-    check_moves,
-)
+from torchspmd.step.deferral.regions import DeferredRegion, Iteration, Move, check_moves
 from torchspmd.step.graph.argument_checks import check_node, check_nodes
 from torchspmd.step.graph.metadata import readable_name
 from torchspmd.step.graph.nodes import copy_nodes

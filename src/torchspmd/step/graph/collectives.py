@@ -13,15 +13,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import (
-    CommEvent,
-    Group,
-    Kind,
-    Ledger,
-    Operator,
-    Topology,
-    measure,
-)
+from torchspmd.comm import CommEvent, Group, Kind, Ledger, Operator, Topology, measure
 from torchspmd.step.graph.aliases import (
     Aliases,
     communication_of,

@@ -216,9 +216,7 @@ class HasGraph(Protocol):
 
 
 def find_node(
-    graph: fx.Graph,
-    predicate: Callable[[fx.Node], bool],
-    reverse_order: bool = False,
+    graph: fx.Graph, predicate: Callable[[fx.Node], bool], reverse_order: bool = False
 ) -> list[fx.Node]:
     """All nodes for which a predicate holds, in (reverse) graph order.
 

@@ -32,11 +32,7 @@ from torchspmd.step.graph.metadata import (
     roles_of,
 )
 from torchspmd.step.graph.snapshot import copy_graph
-from torchspmd.step.lower.in_place import (
-    compute_in_place,
-    copy_results,
-    write_in_place,
-)
+from torchspmd.step.lower.in_place import compute_in_place, copy_results, write_in_place
 
 # A graph, and what was compiled for others of its step -> what to call, a line about it.
 CompileGraph = Callable[

@@ -138,10 +138,7 @@ class _Measured:
 
 
 def _run_clocked(
-    graph: fx.GraphModule,
-    flat: Sequence[Any],
-    first: fx.GraphModule | None,
-    runs: int,
+    graph: fx.GraphModule, flat: Sequence[Any], first: fx.GraphModule | None, runs: int
 ) -> _Measured:
     num_carried = 0 if first is None else _num_inputs(graph) - _num_inputs(first)
     running = _as_it_runs(graph, is_steady=first is not None)

@@ -403,10 +403,7 @@ class GatherForFunctions(FunctionMode):
 # Torch sees ``+=`` as ``add_``, but these operators by their own names. Not all that start
 # with ``__i``: ``__invert__`` and ``__int__`` only read.
 _IN_PLACE = frozenset(
-    {
-        *("__iand__", "__ilshift__", "__ior__", "__irshift__", "__ixor__"),
-        "__setitem__",
-    }
+    {*("__iand__", "__ilshift__", "__ior__", "__irshift__", "__ixor__"), "__setitem__"}
 )
 
 
@@ -455,10 +452,7 @@ def check_writes(traced: fx.GraphModule) -> None:
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_PREPARES = (
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.constant_pad_nd.default,
-)
+_PREPARES = (torch.ops.aten._to_copy.default, torch.ops.aten.constant_pad_nd.default)
 # Besides views: what is quicker to do again than to keep.
 _CHEAP = (
     torch.ops.aten._to_copy.default,

@@ -35,12 +35,7 @@ from torchspmd.step.graph.nodes import HasGraph, descendants
 from torchspmd.step.graph.optimizer_lists import Chains, first_items, split_by_group
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.graph.simulate import begin_seconds
-from torchspmd.step.passes.baseline import (
-    Baseline,
-    in_groups,
-    machines,
-    neighbours,
-)
+from torchspmd.step.passes.baseline import Baseline, in_groups, machines, neighbours
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import schedule_comm_wait
 from torchspmd.step.passes.pacing import (
@@ -469,11 +464,7 @@ def _body(graph: IterGraph, jobs: Sequence[_Job]) -> tuple[list[fx.Node], fx.Nod
 
 
 def _order(
-    graph: IterGraph,
-    jobs: list[_Job],
-    cost: CostModel,
-    may_delay: bool,
-    rise_mb: float,
+    graph: IterGraph, jobs: list[_Job], cost: CostModel, may_delay: bool, rise_mb: float
 ) -> tuple[Ordering, str]:
     """Choose when gradients are computed and reductions start; with a line about it."""
     body, end = _body(graph, jobs)

@@ -345,9 +345,7 @@ class GraphModuleTransformation:
 
     @classmethod
     def by_default(
-        cls,
-        overlap: Overlap,
-        cost: CostModel | Literal["measure"] | None,
+        cls, overlap: Overlap, cost: CostModel | Literal["measure"] | None
     ) -> Self:
         """What ``compile(passes=True)`` runs; does not warn where nothing can be done."""
         made = cls(

@@ -21,10 +21,7 @@ from torchspmd.layout.rounding import Tolerance
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.rank_divergence import checksum_parameters
-from torchspmd.step.flush_hooks import (
-    without_flushing,
-    without_flushing_in_backward,
-)
+from torchspmd.step.flush_hooks import without_flushing, without_flushing_in_backward
 from torchspmd.step.graph.collectives import peers_of
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.global_batch import GlobalBatch

@@ -15,17 +15,9 @@ from torchspmd import _torch
 from torchspmd.step.capture.guards import walk_data
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.optimizer_rules import is_counter
-from torchspmd.step.capture.outputs import (
-    NewGradient,
-    NewNumber,
-    NewValue,
-    Result,
-)
+from torchspmd.step.capture.outputs import NewGradient, NewNumber, NewValue, Result
 from torchspmd.step.capture.parallel_mode import ParallelMode
-from torchspmd.step.capture.side_effects import (
-    undo_python,
-    watch_python,
-)
+from torchspmd.step.capture.side_effects import undo_python, watch_python
 from torchspmd.step.capture.snapshots import MISSING
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.metadata import output_values
@@ -514,10 +506,7 @@ def _seen_by_forwards(
 
 
 def _reduction(
-    place: int,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
-    talk: _Talk,
-    layout: Any,
+    place: int, reduce: Callable[[torch.Tensor], torch.Tensor], talk: _Talk, layout: Any
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():  # create_graph=True: an inner gradient

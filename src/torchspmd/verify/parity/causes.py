@@ -351,11 +351,7 @@ def _permuted(evidence: Evidence) -> Cause | None:
 
 
 def _is_permuted(
-    evidence: Evidence,
-    value: torch.Tensor,
-    expected: torch.Tensor,
-    dim: int,
-    size: int,
+    evidence: Evidence, value: torch.Tensor, expected: torch.Tensor, dim: int, size: int
 ) -> bool:
     if value.shape[dim] < size or value.shape[dim] % size:
         return False
