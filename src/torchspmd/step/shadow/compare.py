@@ -472,10 +472,7 @@ def likely_cause(
         )
     unwritten = [each.name for each in differences if each.is_unwritten]
     if unwritten and len(unwritten) == len(differences):
-        return (
-            f"a state that is not written: {', '.join(unwritten[:_SHOWN])}",
-            _ALONE,
-        )
+        return (f"a state that is not written: {', '.join(unwritten[:_SHOWN])}", _ALONE)
     if evidence.is_first:
         return ("the captured graph computes something else than the step", _ALONE)
     return (
