@@ -350,7 +350,7 @@ def _quick_powers() -> Iterator[None]:
 class _WithoutSymbolSearch:
     """The tree functions of ``torch.fx``, without a walk through each node's arguments.
 
-    It looks for symbols that are no nodes, to warn of them; a tracer makes nodes of all.
+    It looks for symbols without a node, to warn of them; a tracer makes nodes of all.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Tensors without memory that Python sees on ``cuda`` and torch's C++ on ``cpu``.
 
 A torch without CUDA cannot compute with ``cuda`` tensors, not even fake ones: autograd and
-many functions ask for a device guard that is not there. So C++ is told ``cpu:0``, a device
+many functions ask for a device guard that is not there. So C++ sees ``cpu:0``, a device
 that no script names, and everything in Python ``cuda``: the shape functions of operators
 too, so that results have the dtypes and strides of CUDA kernels. Tensors of the host are
 ``cpu`` on both sides; small ones are real, so that a data pipeline keeps its values.
@@ -38,8 +38,8 @@ from torchspmd._torch.operator_cache import OperatorCache
 from torchspmd._torch.sparse import is_sparse, sparse_parts, sparse_result
 from torchspmd.errors import UsageError
 
-_INNER = torch.device("cpu", 0)  # what C++ is told
-_SHOWN = torch.device("cuda", 0)  # what shape functions are told
+_INNER = torch.device("cpu", 0)  # what C++ sees
+_SHOWN = torch.device("cuda", 0)  # what shape functions see
 _REAL_BYTES = 8 << 20  # tensors of the host up to this size are real
 
 _DEVICE = torch.ops.prim.device.default

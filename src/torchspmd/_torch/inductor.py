@@ -88,7 +88,7 @@ def _without_numbers(inputs: list[Any]) -> Iterator[None]:
     """Inside, the fake modes of the examples have empty shape environments.
 
     The compiler would make constants of all floats in the environment of its examples, also
-    of those that are no inputs of the graph.
+    of those that are not inputs of the graph.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

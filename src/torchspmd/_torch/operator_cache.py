@@ -45,7 +45,7 @@ class _Entry(NamedTuple):
     """What a call gave.
 
     Attributes:
-        layouts: Of the tensors; None for what was no tensor.
+        layouts: Of the tensors; None for other values.
         container: ``list`` or ``tuple`` around them; None for one alone.
         gives_first: Whether the result is the first argument.
     """

@@ -114,7 +114,7 @@ def asked_device(operator: Any, args: Sequence[Any]) -> torch.device | None:
     """The device of a fake tensor, where an operator asks for that; None for all others."""
     if operator is not _DEVICE or not hasattr(args[0], "fake_device"):
         return None
-    # As its class answers: in a rehearsal C++ is told another device than Python.
+    # As its class answers: in a rehearsal C++ sees another device than Python.
     return type(args[0]).__torch_dispatch__(operator, (), args)
 
 

@@ -74,8 +74,8 @@ def read_json(path: str | os.PathLike[str], error: type[SpmdError], rule: str) -
 
     Args:
         path: The file.
-        error: What is raised where it cannot be read, or is no JSON.
-        rule: Which file to give instead of one that is no JSON.
+        error: What is raised where it cannot be read, or is not JSON.
+        rule: Which file to give instead of one that is not JSON.
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))

@@ -60,7 +60,7 @@ def build_axis(mesh: DeviceMesh, call: str = "parallelize_module") -> Axis:
     """The only axis of a mesh.
 
     Raises:
-        LayoutError: It is no mesh, or has another number of axes than one.
+        LayoutError: It is not a mesh, or has several axes.
         WorldError: This rank is not part of the mesh.
     """
     if not isinstance(mesh, DeviceMesh):

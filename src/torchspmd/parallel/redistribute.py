@@ -36,7 +36,7 @@ def move(
 ) -> torch.Tensor:
     """The same value in another layout; ``shape`` is that of the whole tensor.
 
-    ``owned`` says that nobody else reads the tensor: a sum may overwrite it.
+    ``owned`` says that nothing else reads the tensor: a sum may overwrite it.
     """
     if is_same(source, target):
         return tensor

@@ -115,7 +115,7 @@ def find_differing(parts: Mapping[int, Mapping[str, Sketch]]) -> dict[str, int]:
     for rank in others:
         for name in sorted(parts[first].keys() | parts[rank].keys()):
             ours, theirs = parts[first].get(name), parts[rank].get(name)
-            # A rank without a gradient beside one with zeros is no difference.
+            # No gradient on one rank and zeros on another are the same.
             none = Sketch((), 0.0)
             if ours is None or theirs is None:
                 differs = bool((ours or none).size or (theirs or none).size)

@@ -276,7 +276,7 @@ class _Given:
     Attributes:
         args: Those by position.
         kwargs: Those by name.
-        taken: The layout in which a style takes each that is no whole tensor, by ``id``.
+        taken: The layout in which a style takes each input that is not whole, by ``id``.
     """
 
     def __init__(self, inputs: Inputs) -> None:

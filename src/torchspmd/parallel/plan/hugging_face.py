@@ -117,7 +117,7 @@ def _experts(
         if not modules or names != kinds.keys():
             continue
         arguments = list(inspect.signature(type(modules[0]).forward).parameters)[1:]
-        # Which experts a token goes to is no tensor with a gradient.
+        # The experts that a token goes to are integers, without a gradient.
         given = tuple(None if "ind" in name else _WHOLE for name in arguments)
         styles[pattern] = ExpertParallel(
             parameter_placements={n: _EXPERT_CUTS[kind] for n, kind in kinds.items()},

@@ -126,7 +126,7 @@ class CostModel:
 
 
 def check_cost(cost: object, what: str, also: str = "None for a guess") -> None:
-    """Refuse what is no ``CostModel``; the one check for all that take a cost.
+    """Refuse what is not a ``CostModel``; the one check for all that take a cost.
 
     Args:
         cost: What was given.

@@ -24,7 +24,7 @@ def write_python(
     Args:
         graph: The graph; its own code is not made.
         steps: What runs, in order.
-        codes: What runs each piece; None for what is no piece.
+        codes: What runs each piece; None for other steps.
     """
     nodes: dict[int, fx.Node] = {}  # by line: whose communication it is
     names = _Names({"module": graph, _torch.GENERATED_NODES: nodes})

@@ -1,6 +1,6 @@
 """A graph as Python that calls code of Inductor, piece by piece.
 
-Communication is no part of a piece, so what a schedule put in order stays so.
+Communication is not part of a piece, so the order of a schedule is kept.
 """
 
 from collections import Counter

@@ -251,7 +251,7 @@ def check_random_order(edit: Edit) -> Iterator[Problem]:
 
 
 # ----------------------------------------------------------------------------
-# Calls that are no operators of torch, but whose name says that they write in place or
+# Calls of other things than torch's operators, whose names say that they write in place or
 # take random numbers.
 #
 # Values are compared by operators. A method, a Python function or a module in a graph is

@@ -323,7 +323,7 @@ def _find_writes(node: fx.Node) -> tuple[_Write, ...]:
     if isinstance(node.args[0], fx.Node):
         return (_Write(node.args[0], node),)
     if not isinstance(node.args[0], (list, tuple)):
-        return ()  # 2 ** x: the number is no memory
+        return ()  # 2 ** x: a number has no memory
     return tuple(_list_writes(node, _torch.written_arguments(form)))
 
 

@@ -194,7 +194,7 @@ def _find_regions(
 ) -> tuple[dict[int, dict[int, fx.Node]], dict[int, str]]:
     """By region: the inputs that get a new value from it, by the index of the output.
 
-    And why others are no candidates: they give something that has no memory yet.
+    And why others are not candidates: they give something that has no memory yet.
     """
     left = dict(refused)
     found: dict[int, dict[int, fx.Node]] = {}

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -226,13 +227,12 @@ def _units(
     )
     if not by_block or not is_sharded:
         return [(block, _alone(block)) for block in blocks]
-    sizes: dict[str, int] = {}
-    for block in blocks:
-        place = block_of(owner_of(block.start).module)
-        sizes[place] = sizes.get(place, 0) + block.event.payload_bytes
+    places = [block_of(owner_of(block.start).module) for block in blocks]
+    sizes: Counter[str] = Counter()
+    for block, place in zip(blocks, places, strict=True):
+        sizes[place] += block.event.payload_bytes
     found = []
-    for block in blocks:
-        place = block_of(owner_of(block.start).module)
+    for block, place in zip(blocks, places, strict=True):
         is_whole = place != "" and sizes[place] <= _LARGEST_UNIT
         unit = _Unit(place, sizes[place], is_whole) if is_whole else _alone(block)
         found.append((block, unit))

@@ -38,8 +38,8 @@ def gather_embedding_gradients(
     """Gather looked-up rows and indices instead of reducing an embedding's gradient.
 
     A gradient that is a sum, as of a weight that embedding and head share, is decomposed:
-    what is no embedding's is reduced by itself, as soon as backward has it. That sends
-    more in all, and less at the end.
+    the rest is reduced by itself, as soon as backward has it. That sends more in all, and
+    less at the end.
 
     Every rank must have as many indices as the others: all look up batches of one shape.
     Sums are made in another order, so results differ in their last bits.

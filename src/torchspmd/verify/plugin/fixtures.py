@@ -55,7 +55,7 @@ class MeshMaker:
         """A mesh with these axes.
 
         Args:
-            axes: Axes and sizes, for names that are no keywords.
+            axes: Axes and sizes, for names that cannot be keywords.
             rank: Which rank this process plays; for simulated worlds.
             **sizes: Axes and sizes, as in ``spmd_mesh(dp=2, tp=4)``.
         """

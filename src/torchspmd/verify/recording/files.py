@@ -177,7 +177,7 @@ def load_recording(folder: str | os.PathLike[str]) -> Recording:
     """Open a recording that ``record`` or ``RunOptions(save=...)`` made.
 
     Raises:
-        RecordingError: It is no recording, has another version, or a rank is missing.
+        RecordingError: It is not a recording, has another version, or a rank is missing.
     """
     path = Path(folder)
     first = path / "rank0.json"
