@@ -62,16 +62,8 @@ def test_shards_have_the_shapes_of_a_real_run():
         ((-1,), {}, "fake_mesh: shape (-1,): every axis needs at least one rank."),
         ((4,), {"rank": 4}, "fake_mesh: rank 4: the ranks of this mesh are 0 to 3."),
         ((4,), {"rank": -1}, "fake_mesh: rank -1: the ranks of this mesh are 0 to 3."),
-        (
-            (4, "tp"),
-            {},
-            "fake_mesh: names 'tp': pass a tuple of names, ('tp',).",
-        ),
-        (
-            ((2, 4), ("tp",)),
-            {},
-            "fake_mesh: names ('tp',): the mesh has 2 axes.",
-        ),
+        ((4, "tp"), {}, "fake_mesh: names 'tp': pass a tuple of names, ('tp',)."),
+        (((2, 4), ("tp",)), {}, "fake_mesh: names ('tp',): the mesh has 2 axes."),
         (
             ((2, 2), ("a", "b", "c")),
             {"rank": 9},

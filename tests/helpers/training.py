@@ -21,6 +21,36 @@ def train_clipped(model, optim, batch):
     return loss
 
 
+def train_detached(model, optim, batch):
+    """Return a loss without its history."""
+    return train(model, optim, batch).detach()
+
+
+def train_in_float(model, optim, batch):
+    """Compute the loss in float32, whatever the model computes in."""
+    loss = model(batch).float().square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+def train_own_loss(model, optim, batch):
+    """Train a model that returns its loss."""
+    loss = model(batch)
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+def train_sum(model, optim, batch):
+    """Take the sum of the outputs for the loss, and return nothing."""
+    model(batch).sum().backward()
+    optim.step()
+    optim.zero_grad()
+
+
 def train_silently(model, optim, batch):
     """Return nothing."""
     model(batch).square().mean().backward()

@@ -35,8 +35,6 @@ from torchspmd.step.graph.generated import RunningGraph
 from torchspmd.testing import fake_world
 
 _TESTS = Path(__file__).parents[1]
-
-
 _TORCH = Path(torch.__file__).parent
 
 
@@ -1049,8 +1047,6 @@ def test_math_in_graph():
 
 
 OPTIONS = {"weight_decay": 0.0, "momentum": 0.9, "dampening": 0.0}
-
-
 FLAGS = {"nesterov": False, "maximize": False, "is_first_step": False}
 
 

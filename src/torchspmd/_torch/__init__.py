@@ -31,43 +31,34 @@ from torchspmd._torch.autograd import sequence_number as sequence_number
 from torchspmd._torch.autograd import waits_for_nodes as waits_for_nodes
 from torchspmd._torch.bindings import Binding as Binding
 from torchspmd._torch.bindings import binding_of as binding_of
+from torchspmd._torch.call_facts import attention_kernels as attention_kernels
+from torchspmd._torch.call_facts import autocast_state as autocast_state
+from torchspmd._torch.call_facts import form_check as form_check
+from torchspmd._torch.call_facts import function_modes as function_modes
+from torchspmd._torch.call_facts import layout_of as layout_of
+from torchspmd._torch.call_facts import plain_tensor as plain_tensor
+from torchspmd._torch.call_facts import saved_tensor_hooks as saved_tensor_hooks
+from torchspmd._torch.call_facts import without_autocast as without_autocast
 from torchspmd._torch.capture import FakeWorld as FakeWorld
-from torchspmd._torch.capture import attention_kernels as attention_kernels
-from torchspmd._torch.capture import autocast_state as autocast_state
-from torchspmd._torch.capture import choosing_steps as choosing_steps
-from torchspmd._torch.capture import compile_with_inductor as compile_with_inductor
 from torchspmd._torch.capture import copy_all as copy_all
 from torchspmd._torch.capture import current_graph as current_graph
 from torchspmd._torch.capture import data_dependence_errors as data_dependence_errors
 from torchspmd._torch.capture import decomposition as decomposition
-from torchspmd._torch.capture import form_check as form_check
-from torchspmd._torch.capture import function_modes as function_modes
 from torchspmd._torch.capture import functional as functional
 from torchspmd._torch.capture import has_symbols as has_symbols
 from torchspmd._torch.capture import holds as holds
-from torchspmd._torch.capture import initial_state as initial_state
 from torchspmd._torch.capture import is_symbol as is_symbol
-from torchspmd._torch.capture import keep_flat_weights as keep_flat_weights
-from torchspmd._torch.capture import layout_of as layout_of
 from torchspmd._torch.capture import lazy_module as lazy_module
 from torchspmd._torch.capture import (
     operator_of_unknown_size as operator_of_unknown_size,
 )
-from torchspmd._torch.capture import plain_tensor as plain_tensor
 from torchspmd._torch.capture import propagate_shapes as propagate_shapes
-from torchspmd._torch.capture import renew_flat_weights as renew_flat_weights
-from torchspmd._torch.capture import rnn_layer as rnn_layer
-from torchspmd._torch.capture import saved_tensor_hooks as saved_tensor_hooks
-from torchspmd._torch.capture import scaler_facts as scaler_facts
-from torchspmd._torch.capture import scaler_tensors as scaler_tensors
 from torchspmd._torch.capture import shape_mode as shape_mode
 from torchspmd._torch.capture import shapes_of as shapes_of
 from torchspmd._torch.capture import sizes_from_inputs as sizes_from_inputs
 from torchspmd._torch.capture import sum_over as sum_over
 from torchspmd._torch.capture import symbol_of as symbol_of
 from torchspmd._torch.capture import trace as trace
-from torchspmd._torch.capture import without_autocast as without_autocast
-from torchspmd._torch.capture import without_rnn_kernels as without_rnn_kernels
 from torchspmd._torch.compilation import call_step_hooks as call_step_hooks
 from torchspmd._torch.compilation import cuda_graphs_as as cuda_graphs_as
 from torchspmd._torch.compilation import is_compiled_module as is_compiled_module
@@ -110,16 +101,14 @@ from torchspmd._torch.dtensor import wait as wait
 from torchspmd._torch.dtensor import wrap_local as wrap_local
 from torchspmd._torch.fake_device import FakeDeviceMode as FakeDeviceMode
 from torchspmd._torch.fake_device import ShownAsCuda as ShownAsCuda
-from torchspmd._torch.fake_device import dynamic_sizes as dynamic_sizes
 from torchspmd._torch.fake_device import fake_device as fake_device
 from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
 from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
 from torchspmd._torch.fake_device import is_rehearsed as is_rehearsed
-from torchspmd._torch.fake_device import own_chunks_only as own_chunks_only
 from torchspmd._torch.fake_device import plain_tensors as plain_tensors
-from torchspmd._torch.fake_device import shapes_apart as shapes_apart
-from torchspmd._torch.fake_device import (
-    stages_like_this_one as stages_like_this_one,
+from torchspmd._torch.fake_results import fake_result as fake_result
+from torchspmd._torch.fake_results import (
+    fused_updates_without_values as fused_updates_without_values,
 )
 from torchspmd._torch.groups import Store as Store
 from torchspmd._torch.groups import ddp_on_fake_groups as ddp_on_fake_groups
@@ -139,6 +128,7 @@ from torchspmd._torch.groups import resolve_group as resolve_group
 from torchspmd._torch.groups import root_ranks as root_ranks
 from torchspmd._torch.groups import uses_gloo as uses_gloo
 from torchspmd._torch.groups import work_types as work_types
+from torchspmd._torch.inductor import compile_with_inductor as compile_with_inductor
 from torchspmd._torch.known_values import Known as Known
 from torchspmd._torch.known_values import compute_known as compute_known
 from torchspmd._torch.known_values import follow_operator as follow_operator
@@ -178,13 +168,9 @@ from torchspmd._torch.operators import autocast_names as autocast_names
 from torchspmd._torch.operators import below_autograd as below_autograd
 from torchspmd._torch.operators import call_below as call_below
 from torchspmd._torch.operators import draws_random_numbers as draws_random_numbers
-from torchspmd._torch.operators import fake_result as fake_result
 from torchspmd._torch.operators import find_overload as find_overload
 from torchspmd._torch.operators import flex_attention_by as flex_attention_by
 from torchspmd._torch.operators import functional_form as functional_form
-from torchspmd._torch.operators import (
-    fused_updates_without_values as fused_updates_without_values,
-)
 from torchspmd._torch.operators import gives_one_tensor as gives_one_tensor
 from torchspmd._torch.operators import in_place_form as in_place_form
 from torchspmd._torch.operators import is_elementwise as is_elementwise
@@ -209,7 +195,15 @@ from torchspmd._torch.operators import storage_key as storage_key
 from torchspmd._torch.operators import tensor_methods as tensor_methods
 from torchspmd._torch.operators import written_arguments as written_arguments
 from torchspmd._torch.operators import written_values as written_values
+from torchspmd._torch.optimizers import choosing_steps as choosing_steps
+from torchspmd._torch.optimizers import initial_state as initial_state
+from torchspmd._torch.optimizers import scaler_facts as scaler_facts
+from torchspmd._torch.optimizers import scaler_tensors as scaler_tensors
 from torchspmd._torch.profiling import profiled as profiled
+from torchspmd._torch.recurrent import keep_flat_weights as keep_flat_weights
+from torchspmd._torch.recurrent import renew_flat_weights as renew_flat_weights
+from torchspmd._torch.recurrent import rnn_layer as rnn_layer
+from torchspmd._torch.recurrent import without_rnn_kernels as without_rnn_kernels
 from torchspmd._torch.regions import LOCAL_NODE_TYPES as LOCAL_NODE_TYPES
 from torchspmd._torch.regions import NodeKind as NodeKind
 from torchspmd._torch.regions import Record as Record
@@ -230,3 +224,7 @@ from torchspmd._torch.regions import observe_calls as observe_calls
 from torchspmd._torch.regions import record_fields as record_fields
 from torchspmd._torch.regions import strided_spec as strided_spec
 from torchspmd._torch.regions import unflatten_tree as unflatten_tree
+from torchspmd._torch.without_values import dynamic_sizes as dynamic_sizes
+from torchspmd._torch.without_values import own_chunks_only as own_chunks_only
+from torchspmd._torch.without_values import shapes_apart as shapes_apart
+from torchspmd._torch.without_values import stages_like_this_one as stages_like_this_one

@@ -1,9 +1,9 @@
-"""Gradients that autograd writes into memory that it has.
+"""Gradients that autograd accumulates in place.
 
 Where a tensor is used twice, the engine adds the second gradient into the first, unless
-somebody else holds that one; and what was chosen by indices is added into zeros. With
-tensors of a kind that it does not know, as those without memory are, it makes new tensors
-instead: here it is decided as for others.
+something else refers to that one; gradients of indexing are added into zeros. For tensor
+subclasses, such as tensors without memory, it makes new tensors instead; this file decides
+as the engine does for plain ones.
 """
 
 import sys
@@ -23,8 +23,8 @@ _IN_PLACE = {
     _aten.scatter.src: _aten.scatter_.src,
     _aten.scatter_add.default: _aten.scatter_add_.default,
 }
-# Between a mode's own functions and whoever called the operator; the last two are those of
-# a decorator of torch's.
+# Frames between a mode's own functions and the caller of the operator; the last two belong
+# to a decorator of torch's.
 _FRAMES_OF_A_MODE = frozenset({"_dispatch", "__torch_dispatch__", "_fn", "inner"})
 
 
@@ -32,7 +32,7 @@ class Accumulation:
     """Knows what autograd would do in place with CUDA tensors."""
 
     def __init__(self) -> None:
-        # How often a gradient is referred to that only the engine holds; None: not learnt.
+        # The reference counts of a gradient that only the engine holds; None: not learnt.
         self._alone: tuple[int, ...] | None = None
         self._is_learning = False
 
@@ -82,7 +82,7 @@ def _has_shape_of(value: object, other: torch.Tensor) -> bool:
 
 
 def _is_called_by_engine() -> bool:
-    """Whether no code of Python, such as a node's, asked for the operator."""
+    """Whether the engine itself, and no Python code, called the operator."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name in _FRAMES_OF_A_MODE:
         frame = frame.f_back

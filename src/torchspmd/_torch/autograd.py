@@ -148,7 +148,6 @@ _GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
     _optimizer._global_optimizer_post_hooks,
 )
 
-
 _OWN_MODULES = ("torch.", "torchspmd.")
 
 

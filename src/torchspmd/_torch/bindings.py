@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchspmd._torch.operators import failures_not_logged
+from torchspmd._torch.fake_results import failures_not_logged
 from torchspmd._torch.regions import leaves_of, map_tree
 
 
@@ -33,8 +33,7 @@ class Binding(NamedTuple):
     def function(self) -> Callable[..., Any]:
         """That of ``torch``; of a method, one that takes the tensor too."""
         holder = torch.Tensor if self.is_method else torch
-        function: Callable[..., Any] = getattr(holder, self.name)
-        return function
+        return getattr(holder, self.name)
 
     def call(self, *args: Any, **options: Any) -> Any:
         """Call it with the operator's arguments."""
@@ -112,16 +111,10 @@ def _calls_of(target: Any, args: Sequence[Any], options: Mapping[str, Any]) -> A
         return None
     (mode,) = modes
     try:
-        with (
-            failures_not_logged(),
-            torch.no_grad(),
-            mode,
-            _Recorder() as recorder,
-        ):
+        with failures_not_logged(), torch.no_grad(), mode, _Recorder() as recorder:
             target(*args, **options)
-    except (
-        Exception
-    ):  # an operator that needs values, or a binding with other arguments
+    except Exception:
+        # An operator that needs values, or a binding with other arguments.
         return None
     return recorder.calls
 

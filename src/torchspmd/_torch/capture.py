@@ -2,99 +2,20 @@
 
 import contextlib
 import functools
-import inspect
 import sys
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
-from unittest import mock
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from torchspmd._torch.compilation import capturing
-from torchspmd._torch.operators import (
+from torchspmd._torch.fake_results import (
     failures_not_logged,
     fused_updates_without_values,
 )
-
-# ----------------------------------------------------------------------------
-# Recurrent layers: their CPU kernel in a graph, and what they hold of their weights.
-
-
-def rnn_layer(*args: Any) -> Any:
-    """``aten.mkldnn_rnn_layer`` that keeps what its backward reads.
-
-    The kernel itself keeps it only where gradients are enabled, and a graph that has a
-    backward in it runs where they are not.
-    """
-    _library()
-    return torch.ops.torchspmd.rnn_layer.default(*args)
-
-
-@functools.cache
-def _library() -> torch.library.Library:
-    """Made when it is needed first: an import registers nothing."""
-    library = torch.library.Library("torchspmd", "FRAGMENT")
-    schema = str(torch.ops.aten.mkldnn_rnn_layer.default._schema)
-    library.define(schema.replace("aten::mkldnn_rnn_layer", "rnn_layer"))
-    library.impl("rnn_layer", _run, "CompositeExplicitAutograd")
-    fake = torch.ops.aten.mkldnn_rnn_layer.default
-    torch.library.register_fake("torchspmd::rnn_layer", fake, lib=library)
-    return library
-
-
-def _run(*args: Any) -> Any:
-    with torch.enable_grad():
-        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
-
-
-@contextlib.contextmanager
-def without_rnn_kernels() -> Iterator[None]:
-    """Inside, recurrent layers are written out in plain operators."""
-    native: Any = torch._C
-    names = ("mkldnn", "cudnn")
-    before = [getattr(native, f"_get_{name}_enabled")() for name in names]
-    for name in names:
-        getattr(native, f"_set_{name}_enabled")(False)
-    try:
-        yield
-    finally:
-        for name, enabled in zip(names, before, strict=True):
-            getattr(native, f"_set_{name}_enabled")(enabled)
-
-
-@contextlib.contextmanager
-def keep_flat_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give recurrent layers their own lists of weights back, which every call renews."""
-    kept = [
-        (vars(layer), key, list(vars(layer)[key]))
-        for layer in _layers(modules)
-        for key in ("_flat_weights", "_flat_weight_refs")
-        if key in vars(layer)
-    ]
-    try:
-        yield
-    finally:
-        for table, key, weights in kept:
-            table[key] = weights
-
-
-def renew_flat_weights(modules: Iterable[nn.Module]) -> None:
-    """Give recurrent layers lists of the weights that they have now."""
-    for layer in _layers(modules):
-        weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
-        vars(layer)["_flat_weights"] = weights
-        vars(layer)["_flat_weight_refs"] = [
-            w if w is None else weakref.ref(w) for w in weights
-        ]
-
-
-def _layers(modules: Iterable[nn.Module]) -> list[nn.RNNBase]:
-    return [m for root in modules for m in root.modules() if isinstance(m, nn.RNNBase)]
+from torchspmd._torch.recurrent import rnn_layer
 
 
 @functools.cache
@@ -109,8 +30,7 @@ def _without_modes() -> contextlib.AbstractContextManager[Any]:
     """Inside, no dispatch mode sees an operator."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    context: contextlib.AbstractContextManager[Any] = _disable_current_modes()
-    return context
+    return _disable_current_modes()
 
 
 class FakeWorld:
@@ -207,7 +127,7 @@ class FakeWorld:
         return tuple(guard.expr for guard in self._environment.guards)
 
     def ranges(self, symbols: Iterable[Any]) -> tuple[Any, ...]:
-        """What is assumed about sizes all along: that they are not 0 or 1, for one."""
+        """What is always assumed about sizes, such as that they are not 0 or 1."""
         import sympy  # type: ignore[import-untyped]
 
         found = [(symbol, self._environment.var_to_range[symbol]) for symbol in symbols]
@@ -430,7 +350,7 @@ def _quick_powers() -> Iterator[None]:
 class _WithoutSymbolSearch:
     """The tree functions of ``torch.fx``, without a walk through each node's arguments.
 
-    It looks for symbols that are no nodes, to warn of them; a tracer makes nodes of all.
+    It looks for symbols without a node, to warn of them; a tracer makes nodes of all.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -443,7 +363,7 @@ class _WithoutSymbolSearch:
 
 @contextlib.contextmanager
 def _quick_nodes() -> Iterator[None]:
-    """Leave out what a tracer does for each node and nobody here needs.
+    """Skip work that a tracer does for each node and that is not needed here.
 
     Together a fifth of the time to trace a step: a walk through all arguments, a second
     description of each tensor beside ``meta["val"]``, and a search of all base classes.
@@ -480,7 +400,7 @@ def _quick_snapshots(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _missing_kernels() -> Iterator[None]:
-    """Kernels for tensors without values that torch does not have, or not for any size."""
+    """Meta kernels that torch lacks, or has for some sizes only."""
     with (
         fused_updates_without_values(),
         torch.library._scoped_library("aten", "IMPL", "Meta") as library,
@@ -547,20 +467,19 @@ def _batch_norm_that_says_it_writes(
 
 
 def decomposition(operator: Any) -> Callable[..., Any] | None:
-    """Torch's own account of an operator in simpler ones; None where there is none."""
+    """Torch's decomposition of an operator into simpler ones; None where there is none."""
     from torch._decomp import decomposition_table
 
     found: Callable[..., Any] | None = decomposition_table.get(operator)
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     if found is None and operator.has_kernel_for_dispatch_key(composite):
-        return cast("Callable[..., Any]", operator.decompose)
+        return operator.decompose
     return found
 
 
 def functional(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function without operators that write into a tensor."""
-    made: Callable[..., Any] = torch.func.functionalize(function, remove="mutations")
-    return made
+    return torch.func.functionalize(function, remove="mutations")
 
 
 def current_graph() -> fx.Graph | None:
@@ -602,136 +521,6 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
-def compile_with_inductor(
-    graph: fx.GraphModule, inputs: list[Any]
-) -> tuple[Callable[[list[Any]], Sequence[Any]], str]:
-    """The graph compiled ahead by torch's own compiler, and what its cache gave.
-
-    What is returned takes a list of the inputs and empties it. A cache that cannot be used
-    costs time, and nothing else.
-    """
-    from torch._dynamo.utils import counters
-    from torch._inductor.utils import fresh_cache
-
-    inputs = _distinct(inputs)
-    before = dict(counters["inductor"])
-    try:
-        made = _compile_boxed(graph, inputs)
-    except Exception as error:
-        # It may be a broken file in the cache: once more, without it.
-        try:
-            with fresh_cache():
-                made = _compile_boxed(graph, inputs)
-        except Exception:
-            raise error from None
-        return made, "its cache could not be used, compiled without it"
-    hits, misses = (
-        counters["inductor"][key] - before.get(key, 0)
-        for key in ("fxgraph_cache_hit", "fxgraph_cache_miss")
-    )
-    if hits:
-        return made, "compiled code from its cache"
-    return (
-        made,
-        "compiled anew, kept in its cache" if misses else "compiled, not cached",
-    )
-
-
-# Operations that Inductor computes in one kernel before it stores a value in between; its
-# own limit for a GPU is 30. A loss with its gradient has 32, and what is stored then is as
-# large as the logits, in float32.
-_MOST_INLINED = 60
-
-
-def _compile_boxed(
-    graph: fx.GraphModule, inputs: list[Any]
-) -> Callable[[list[Any]], Sequence[Any]]:
-    """Inductor's own code without the wrapper around it, where that would do nothing.
-
-    The wrapper gives outputs that are views of inputs their history. It holds all inputs
-    until the end, and takes longer than a small kernel.
-    """
-    from torch._inductor import compile_fx, config
-
-    (output,) = graph.graph.find_nodes(op="output")
-    found: list[Callable[[list[Any]], Sequence[Any]]] = []
-
-    def compile_inner(inner: fx.GraphModule, examples: Any, **options: Any) -> Any:
-        made: Any = compile_fx.compile_fx_inner(inner, examples, **options)
-        if _gives_the_same(inner, len(inputs), len(output.args[0])):
-            found.append(made)
-        return made
-
-    inlining = config.patch(realize_opcount_threshold=_MOST_INLINED)
-    with torch.no_grad(), inlining, _without_numbers(inputs):
-        wrapped: Any = compile_fx.compile_fx(graph, inputs, inner_compile=compile_inner)
-    if found:
-        return found[-1]
-
-    def run(args: list[Any]) -> Sequence[Any]:
-        taken = tuple(args)
-        args.clear()
-        result: Sequence[Any] = wrapped(*taken)
-        return result
-
-    return run
-
-
-@contextlib.contextmanager
-def _without_numbers(inputs: list[Any]) -> Iterator[None]:
-    """Inside, the examples know nothing of the numbers of the step that they are from.
-
-    The compiler asks for constants in the place of all floats that are known where its
-    examples are from, also of those that the graph does not get.
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    modes = {value.fake_mode for value in inputs if isinstance(value, FakeTensor)}
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mock.patch.object(mode, "shape_env", ShapeEnv()))
-        yield
-
-
-def _gives_the_same(inner: fx.GraphModule, num_inputs: int, num_outputs: int) -> bool:
-    """Whether what Inductor gets takes and gives the same as the graph it was made of."""
-    inputs = inner.graph.find_nodes(op="placeholder")
-    (output,) = inner.graph.find_nodes(op="output")
-    values = [getattr(node, "meta", {}).get("val") for node in output.args[0]]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    memory = {
-        value.untyped_storage()._cdata
-        for value in (node.meta.get("val") for node in inputs)
-        if isinstance(value, torch.Tensor)
-    }
-    return (
-        len(inputs) == num_inputs
-        and len(values) == len(tensors) == num_outputs
-        and not any(each.untyped_storage()._cdata in memory for each in tensors)
-    )
-
-
-def _distinct(inputs: list[Any]) -> list[Any]:
-    """Example inputs none of which share memory.
-
-    The compiler reads one input instead of two wherever their examples are one tensor: a
-    learning rate and the one that the step before left would become the same number.
-    """
-    seen: set[int] = set()
-
-    def apart(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        storage = value.untyped_storage()._cdata
-        if storage in seen:
-            return value.new_empty_strided(value.shape, value.stride())
-        seen.add(storage)
-        return value
-
-    return [apart(value) for value in inputs]
-
-
 def has_symbols(graph: fx.GraphModule) -> bool:
     """Whether a graph computes with numbers that are not known yet."""
     return any(
@@ -740,182 +529,9 @@ def has_symbols(graph: fx.GraphModule) -> bool:
     )
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself; of a DTensor, this rank's shard."""
-    if type(tensor) in _PLAIN:  # asked for every tensor at every step
-        return tensor
-    local = getattr(tensor, "_local_tensor", None)
-    return tensor if local is None else local
-
-
-def layout_of(tensor: torch.Tensor) -> Any:
-    """The spec of a DTensor; None for a plain tensor."""
-    return None if type(tensor) in _PLAIN else getattr(tensor, "_spec", None)
-
-
-def form_check(
-    tensors: Sequence[torch.Tensor],
-) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """A quick check whether plain tensors have the types and forms that these have now.
-
-    Shapes, strides, dtypes, devices and whether they require gradients. It never says yes
-    where one of them differs; under another autocast or in inference mode it says no.
-    """
-    kind: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-    if kind is None:
-        return lambda now: False
-    guards = kind(
-        *tensors,
-        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-    )
-    return lambda now: bool(guards.check(*now))
-
-
-def without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Inside, operators compute in the dtypes that they are given."""
-    guard: Any = torch._C._DisableAutocast()
-    return cast(contextlib.AbstractContextManager[Any], guard)
-
-
-def autocast_state() -> tuple[Any, ...]:
-    """Which device types have autocast on, and in which dtype."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
-    return tuple(
-        (device, torch.get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    )
-
-
-def attention_kernels() -> tuple[bool, ...]:
-    """Which kernels ``scaled_dot_product_attention`` may choose when it is called."""
-    allowed: Any = torch.backends.cuda
-    return (
-        allowed.flash_sdp_enabled(),
-        allowed.mem_efficient_sdp_enabled(),
-        allowed.math_sdp_enabled(),
-        allowed.cudnn_sdp_enabled(),
-    )
-
-
-def function_modes() -> tuple[Any, ...]:
-    """The modes that see functions of torch: their classes, and plain data in them.
-
-    ``torch.set_default_device`` and ``with torch.device(...)`` are such modes.
-    """
-    count = torch._C._len_torch_function_stack()
-    return tuple(_mode_fact(torch._C._get_function_stack_at(n)) for n in range(count))
-
-
-def saved_tensor_hooks() -> tuple[Any, ...]:
-    """The code of the innermost hooks on tensors that are saved for backward."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return tuple(getattr(each, "__code__", type(each)) for each in found or ())
-
-
-def _mode_fact(mode: Any) -> tuple[Any, ...]:
-    plain = (bool, int, float, str, torch.device, torch.dtype)
-    own = sorted(vars(mode).items())
-    return (
-        type(mode),
-        *((key, str(value)) for key, value in own if isinstance(value, plain)),
-    )
-
-
 def sum_over(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of a tensor over the ranks of a group, as two traceable operators."""
     started = torch.ops._c10d_functional.all_reduce.default(
         tensor, "sum", group.group_name
     )
-    total: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
-    return total
-
-
-# ----------------------------------------------------------------------------
-# The gradient scaler of mixed precision: its tensors, and the step it may skip.
-
-_TENSORS = ("_scale", "_growth_tracker")
-
-# (optimizer, number of infinities found, what makes the step) -> what the step returned
-ChosenStep = Callable[[torch.optim.Optimizer, torch.Tensor, Callable[[], Any]], Any]
-
-
-def initial_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> dict[str, Any]:
-    """What an optimizer of torch keeps for a parameter before its first update.
-
-    Empty for other optimizers, and for those that make their state in the update itself.
-    """
-    kind = type(optimizer)
-    make: Any = getattr(kind, "_init_group", None)
-    if make is None or not f"{kind.__module__}.".startswith("torch.optim."):
-        return {}
-    stand_in = parameter.detach()  # the user's keeps its own gradient
-    stand_in.grad = torch.empty_like(stand_in)
-    other: Any = object.__new__(kind)
-    vars(other).update(vars(optimizer), state=defaultdict(dict))
-    lists: list[list[Any]] = [[] for _ in inspect.signature(make).parameters][2:]
-    # Options that contradict each other: the step itself tells, when it is traced.
-    with contextlib.suppress(RuntimeError):
-        make(other, {**group, "params": [stand_in]}, *lists)
-    return dict(other.state.get(stand_in, {}))
-
-
-def scaler_tensors(scaler: GradScaler, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of a scaler by attribute; it makes them when it first scales a loss."""
-    if not scaler.is_enabled():
-        return {}
-    if scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(device)
-    return {name: getattr(scaler, name) for name in _TENSORS}
-
-
-def scaler_facts(scaler: GradScaler) -> tuple[Any, ...]:
-    """What a program takes for granted about a scaler."""
-    if not scaler.is_enabled():
-        return (type(scaler).__name__, False)
-    return (
-        type(scaler).__name__,
-        True,
-        scaler.get_growth_factor(),
-        scaler.get_backoff_factor(),
-        scaler.get_growth_interval(),
-    )
-
-
-@contextlib.contextmanager
-def choosing_steps(
-    scaler: GradScaler, choose: ChosenStep
-) -> Iterator[Callable[[], bool]]:
-    """Let ``choose`` make the steps that a scaler would skip after reading a value.
-
-    Gives a function that tells whether ``update`` has been called after the last step.
-    """
-    if not scaler.is_enabled():
-        yield lambda: True
-        return
-    dynamic: Any = scaler
-    before = scaler._per_optimizer_states
-
-    def make(
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        found = torch.stack(list(state["found_inf_per_device"].values())).sum()
-        return choose(optimizer, found, lambda: optimizer.step(*args, **kwargs))
-
-    dynamic._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-    dynamic._maybe_opt_step = make
-    try:
-        yield lambda: not scaler._per_optimizer_states
-    finally:
-        del dynamic._maybe_opt_step
-        dynamic._per_optimizer_states = before
+    return torch.ops._c10d_functional.wait_tensor.default(started)

@@ -115,7 +115,7 @@ def on_graph_replay(callback: Callable[[], None]) -> Callable[[], None]:
 
 
 def tell_graph_replay() -> None:
-    """Call back whom ``on_graph_replay`` named, for a graph that is not torch's."""
+    """Run the callbacks of ``on_graph_replay``, for a graph that is not torch's."""
     for each in _replay_callbacks:
         each()
 
@@ -153,7 +153,7 @@ def cuda_graphs_as(
 
 
 def call_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Tell the hooks of all optimizers of a step that no ``step()`` makes."""
+    """Run the hooks of all optimizers for a step that no ``step()`` makes."""
     from torch.optim import optimizer as of
 
     for before in tuple(of._global_optimizer_pre_hooks.values()):

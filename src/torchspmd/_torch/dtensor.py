@@ -50,10 +50,7 @@ def wrap_local(
     local: torch.Tensor, spec: Any, requires_grad: bool = False
 ) -> torch.Tensor:
     """A DTensor around a shard: 1 us, where ``DTensor.from_local`` takes 26."""
-    wrapped: torch.Tensor = _new_dtensor(
-        _dtensor_class(), local, spec, requires_grad=requires_grad
-    )
-    return wrapped
+    return _new_dtensor(_dtensor_class(), local, spec, requires_grad=requires_grad)
 
 
 _new_dtensor: Any = torch.Tensor._dtensor__new__
@@ -84,15 +81,14 @@ def current_mesh() -> DeviceMesh | None:
 # Collectives on plain tensors.
 
 # In eager mode these run below autograd: the functional operators have a Python autograd
-# kernel that costs more than the collective's own host time. Whoever calls them gives
-# autograd its own backward.
+# kernel that costs more than the collective's own host time. Callers give autograd a
+# backward of their own.
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 
 
 def _run(op: Any, *args: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        traced: torch.Tensor = op(*args)
-        return traced
+        return op(*args)
     with _BelowAutograd():
         result: torch.Tensor = op(*args)
     return result
@@ -107,7 +103,7 @@ def start_all_reduce(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def gather_now(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Gather along dim 0, and wait; of traced tensors, the two operators of that."""
+    """Gather along dim 0 and wait; while tracing, as two operators."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     is_eager = is_plain and not torch.compiler.is_compiling()
     if not is_eager or not tensor.ndim or not uses_gloo(group, tensor.device):
@@ -153,8 +149,7 @@ def apply_torch_style(
     """Apply one of torch's own styles, on a copy: torch writes to the style."""
     style = copy.copy(style)
     style.src_data_rank = src_data_rank
-    placed: torch.nn.Module = style._apply(module, mesh)
-    return placed
+    return style._apply(module, mesh)
 
 
 def foreach_norm(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
@@ -201,15 +196,13 @@ def sister_axis(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
 def join_axes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     """The mesh that has two axes of one mesh."""
     maker: Any = DeviceMesh
-    joined: DeviceMesh = maker._concatenate([first, second])
-    return joined
+    return maker._concatenate([first, second])
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """One axis over all ranks of a mesh; a mesh of one axis as it is."""
     held: Any = mesh
-    flat: DeviceMesh = mesh if mesh.ndim == 1 else held._flatten()
-    return flat
+    return mesh if mesh.ndim == 1 else held._flatten()
 
 
 def strided_shard(dim: int, num_parts: int) -> Any:

@@ -1,13 +1,12 @@
 """Tensors without memory that Python sees on ``cuda`` and torch's C++ on ``cpu``.
 
 A torch without CUDA cannot compute with ``cuda`` tensors, not even fake ones: autograd and
-many functions ask for a device guard that is not there. So C++ is told ``cpu:0``, a device
+many functions ask for a device guard that is not there. So C++ sees ``cpu:0``, a device
 that no script names, and everything in Python ``cuda``: the shape functions of operators
 too, so that results have the dtypes and strides of CUDA kernels. Tensors of the host are
 ``cpu`` on both sides; small ones are real, so that a data pipeline keeps its values.
 """
 
-import builtins
 import contextlib
 import functools
 import inspect
@@ -32,14 +31,15 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchspmd._torch.accumulation import Accumulation
+from torchspmd._torch.autograd import backward_under
 from torchspmd._torch.known_values import is_worth_following, may_follow, set_known
 from torchspmd._torch.landmarks import is_torch_code
 from torchspmd._torch.operator_cache import OperatorCache
 from torchspmd._torch.sparse import is_sparse, sparse_parts, sparse_result
 from torchspmd.errors import UsageError
 
-_INNER = torch.device("cpu", 0)  # what C++ is told
-_SHOWN = torch.device("cuda", 0)  # what shape functions are told
+_INNER = torch.device("cpu", 0)  # what C++ sees
+_SHOWN = torch.device("cuda", 0)  # what shape functions see
 _REAL_BYTES = 8 << 20  # tensors of the host up to this size are real
 
 _DEVICE = torch.ops.prim.device.default
@@ -55,9 +55,8 @@ _NO_SHAPE = (
     fake_tensor.DataDependentOutputException,
     NotImplementedError,
 )
-_MODEL_BYTES = (
-    256 << 20
-)  # of tensors that a kernel of the host is run on for its shapes
+# Of tensors that a kernel of the host is run on for the shapes of its results.
+_MODEL_BYTES = 256 << 20
 _QUERIES = frozenset(fake_tensor._DISPATCH_META_HANDLERS) | frozenset(
     fake_tensor._DISPATCH_HANDLE_DIRECTLY
 )
@@ -139,7 +138,7 @@ class FakeDeviceMode(FakeTensorMode):
 
     Args:
         on_operator: Is called for each operator on the device; runs it.
-        on_subclass: Is called for each operator of DTensors and the like, whose own
+        on_subclass: Is called for each operator of DTensors and other wrappers, whose inner
             operators follow.
     """
 
@@ -176,16 +175,15 @@ class FakeDeviceMode(FakeTensorMode):
         if types and _has_subclass(types):
             self._on_subclass()
             return NotImplemented
-        # Below, nobody names a device in Python's words: the other mode can rest.
+        # Below, no Python code names a device: the function mode can be off.
         with torch._C.DisableTorchFunction():
             return self._dispatch(func, types, args, kwargs or {})
 
     def _higher_order(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if (
-            func.name() == "run_dtensor_rng_op"
-        ):  # two offsets, an operator, its arguments
+        if func.name() == "run_dtensor_rng_op":
+            # Two offsets, an operator, its arguments.
             with self:
                 return args[2](*args[3:], **kwargs)
         handler = func.python_key_table.get(FakeTensorMode)
@@ -246,7 +244,7 @@ class FakeDeviceMode(FakeTensorMode):
         return call()
 
     def _result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Of a shape function; where torch has none, of the host's kernel."""
+        """What torch's shape function gives; where there is none, the host's kernel."""
         try:
             return self.dispatch(func, (FakeTensor,), args, kwargs)
         except _NO_SHAPE as error:
@@ -271,7 +269,7 @@ class FakeDeviceMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Inside, nobody is told of operators."""
+        """Inside, ``on_operator`` is not called."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -366,7 +364,7 @@ def _is_container_or_real(value: object) -> bool:
 
 
 def _has_subclass(types: Sequence[Any]) -> bool:
-    """DTensors and the like come first: their own operators follow."""
+    """Whether a DTensor or another wrapper is there, which handles the call first."""
     return any(
         not issubclass(kind, FakeTensor)
         and kind is not torch.Tensor
@@ -403,7 +401,7 @@ def _makes_much(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def _inner_device(tensor: Any) -> torch.device:
-    """What C++ is told."""
+    """The device as C++ sees it."""
     if tensor.fake_mode.in_kernel_invocation:
         return torch.device("meta")
     device: torch.device = tensor.fake_device
@@ -647,7 +645,7 @@ def _both_kinds(kind: type) -> type:
     both: Any = type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
     # A fake tensor has none.
     both.__torch_function__ = inspect.getattr_static(kind, "__torch_function__")
-    return both  # type: ignore[no-any-return]
+    return both
 
 
 def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -655,12 +653,11 @@ def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     data = args[0] if args else kwargs["data"]
     if isinstance(data, FakeTensor):
         return data.to(kwargs.get("dtype") or data.dtype)
-    tensor: torch.Tensor = func(*args, **{**kwargs, "device": "cpu"})
-    return tensor
+    return func(*args, **{**kwargs, "device": "cpu"})
 
 
 # ----------------------------------------------------------------------------
-# Both, and what else torch has to be told.
+# Both modes together, with the functions of torch that are replaced.
 
 
 @contextlib.contextmanager
@@ -685,7 +682,7 @@ def fake_device(
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
-        enter(_backward_under(shown))
+        enter(backward_under(shown))
         enter(mode)
         enter(shown)
         mode.learn_accumulation()
@@ -869,7 +866,7 @@ def _replaced_storage(
     def swap(one: torch.Tensor, other: torch.Tensor) -> None:
         try:
             plain_swap(one, other)
-        except RuntimeError:  # somebody in C++ holds it
+        except RuntimeError:  # C++ code holds it
             if isinstance(one, FakeTensor) and isinstance(other, FakeTensor):
                 one.data = other  # as DDP holds a parameter
             else:
@@ -881,10 +878,10 @@ def _replaced_storage(
 
 
 def _exchange(one: Any, other: Any) -> None:
-    """Swap what two tensors are, whoever else has them in a graph.
+    """Exchange two tensors, also where a graph holds them.
 
-    ``weight_norm`` computes a weight before its module is moved: nobody will ask for the
-    gradient of that one.
+    ``weight_norm`` computes a weight before its module is moved; the gradient of that one
+    is never needed.
     """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
@@ -895,7 +892,7 @@ _ragged = itertools.count(1 << 20)  # above those that torch counts by itself
 
 
 class _Addresses:
-    """Memory that does not exist has addresses all the same, above those of the host.
+    """Addresses for memory that does not exist, above those of the host.
 
     Libraries tell parameters apart by them, and find those that share memory.
     """
@@ -949,158 +946,3 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
     if tensor.grad is not None:
         copied.grad = _deepcopy(tensor.grad, memo)
     return copied
-
-
-def _backward_under(
-    context: contextlib.AbstractContextManager[Any],
-) -> contextlib.AbstractContextManager[None]:
-    from torchspmd._torch.autograd import backward_under
-
-    return backward_under(context)
-
-
-# ----------------------------------------------------------------------------
-# DTensor asks for shapes by running operators on fake tensors of the whole size.
-
-
-@contextlib.contextmanager
-def shapes_apart() -> Iterator[None]:
-    """DTensor asks in a mode of its own, and not in the one that is in force."""
-    from torch.distributed.tensor import _sharding_prop
-
-    if not hasattr(_sharding_prop, "detect_fake_mode"):
-        yield
-        return
-    mode = _ShapeMode()
-    with mock.patch.object(_sharding_prop, "detect_fake_mode", lambda: mode):
-        yield
-
-
-class _ShapeMode(FakeTensorMode):
-    """In-place operators give what they are given.
-
-    Those of random numbers, for one, ask for a generator in their shape functions.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if isinstance(func, OpOverload) and _keeps_its_shape(func):
-            return args[0]
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
-
-
-def _keeps_its_shape(operator: OpOverload) -> bool:
-    schema = operator._schema
-    return (
-        schema.name.endswith("_")
-        and torch.Tag.inplace_view not in operator.tags
-        and len(schema.returns) == 1
-        and bool(schema.arguments)
-        and schema.arguments[0].alias_info is not None
-        and schema.arguments[0].alias_info.is_write
-    )
-
-
-# ----------------------------------------------------------------------------
-# Operators of libraries whose results are as large as values say.
-
-
-@contextlib.contextmanager
-def dynamic_sizes(size: int) -> Iterator[list[int]]:
-    """Shape functions that ask for a size which depends on values are told this one.
-
-    Gives:
-        The answers, as many as were asked for.
-    """
-    from torch._library import fake_impl
-
-    answers: list[int] = []
-
-    def answer(context: Any, *, min: int = 0, max: int | None = None) -> int:
-        answers.append(size if max is None else builtins.min(size, max))
-        return answers[-1]
-
-    with mock.patch.object(fake_impl.FakeImplCtx, "new_dynamic_size", answer):
-        yield answers
-
-
-# ----------------------------------------------------------------------------
-# FSDP2 splits each parameter into as many chunks as there are ranks and takes one.
-
-
-class _Chunks:
-    """The chunks of a tensor, each made when it is asked for."""
-
-    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor, self._dim = tensor, dim
-        self._step = -(-tensor.size(dim) // num_chunks)
-
-    def __getitem__(self, place: int) -> torch.Tensor:
-        size = self._tensor.size(self._dim)
-        start = place * self._step
-        if start >= size:
-            return self._tensor.new_empty(0) if place else self._tensor
-        return self._tensor.narrow(self._dim, start, min(self._step, size - start))
-
-
-@contextlib.contextmanager
-def own_chunks_only() -> Iterator[None]:
-    """``fully_shard`` makes only the chunks that it looks at."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    with mock.patch.object(
-        _fsdp_param,
-        "_chunk_with_empty",
-        _Chunks,
-    ):
-        yield
-
-
-# ----------------------------------------------------------------------------
-# Stages of a pipeline tell each other shapes before the first step.
-
-
-@contextlib.contextmanager
-def stages_like_this_one() -> Iterator[None]:
-    """Other stages know their shapes where this one does; gradients are like the outputs.
-
-    What the stage before it sends can be told by rehearsing that one. The stage behind it
-    would have to wait for this one first.
-    """
-    from torch.distributed.pipelining import stage as stages
-
-    kind: Any = stages.PipelineStage
-    mode: Any = getattr(stages, "InferenceMode", None)
-    answer: Any = getattr(stages, "_StageBackwardMeta", None)
-    if answer is None:  # torch 2.11 does not vote, and asks for no gradients
-        yield
-        return
-    plain_receive, plain_vote = kind._recv_meta, kind._warmup_forward_vote
-    plain_result = kind._warmup_backward_result
-    votes: dict[int, bool] = {}
-
-    def receive(stage: Any, src_stage: int) -> Any:
-        if src_stage > stage.stage_index:
-            return answer(backward_metas=stage._stage_meta.outputs)
-        return plain_receive(stage, src_stage)
-
-    def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
-        asks = mode.needs_dynamic(stage._user_meta, has_backward)
-        votes[stage.stage_index] = not asks
-        return plain_vote(stage, has_backward, received_acc)
-
-    def result(stage: Any, received_result: Any = None) -> Any:
-        plain_result(stage, received_result)
-        return torch.tensor([int(votes[stage.stage_index])], dtype=torch.int32)
-
-    with (
-        mock.patch.object(kind, "_recv_meta", receive),
-        mock.patch.object(kind, "_warmup_forward_vote", vote),
-        mock.patch.object(kind, "_warmup_backward_result", result),
-    ):
-        yield

@@ -42,8 +42,7 @@ def uses_gloo(group_name: str, device: torch.device) -> bool:
 
 def find_group(tag: Any, ranks: Any) -> dist.ProcessGroup | None:
     """The process group of these ranks, as the legacy functional operators name it."""
-    found: dist.ProcessGroup | None = _c10d._find_pg_by_ranks_and_tag(tag, list(ranks))
-    return found
+    return _c10d._find_pg_by_ranks_and_tag(tag, list(ranks))
 
 
 def _group(value: Any) -> dist.ProcessGroup:

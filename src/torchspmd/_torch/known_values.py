@@ -132,7 +132,7 @@ def follow_operator(
     for result, real in zip(results, found.real, strict=True):
         if func._schema.returns[0].alias_info is None:
             set_known(result, real, found.why)
-        else:  # a view: whoever writes it writes the other one
+        else:  # a view: a write into it is one into the other
             result.known_tensor = (real, args[0].known_tensor[1])
     return True
 

@@ -24,11 +24,7 @@ def real_tensors() -> Iterator[None]:
     traced = native._get_tracing_state()  # of torch.jit.trace, in this thread
     native._set_tracing_state(None)
     try:
-        with (
-            torch._C.DisableTorchFunction(),
-            _disable_current_modes(),
-            torch.no_grad(),
-        ):
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             yield
     finally:
         native._set_tracing_state(traced)
@@ -100,7 +96,7 @@ _OF_MATH = (
 
 @contextlib.contextmanager
 def math_in_graph() -> Iterator[None]:
-    """``math.sqrt`` and the like of symbols become nodes instead of what they give now."""
+    """``math.sqrt`` and others of symbols become nodes instead of their values now."""
     before = {name: getattr(math, name) for name in _OF_MATH}
     for name, own in before.items():
         setattr(math, name, functools.partial(_of_math, own, f"_sym_{name}"))

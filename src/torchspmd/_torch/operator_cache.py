@@ -45,7 +45,7 @@ class _Entry(NamedTuple):
     """What a call gave.
 
     Attributes:
-        layouts: Of the tensors; None for what was no tensor.
+        layouts: Of the tensors; None for other values.
         container: ``list`` or ``tuple`` around them; None for one alone.
         gives_first: Whether the result is the first argument.
     """
@@ -98,7 +98,7 @@ class _Maker:
         torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self._attributes)
         fake.fake_device = device
-        return fake  # type: ignore[no-any-return]
+        return fake
 
 
 class OperatorCache:
@@ -106,8 +106,8 @@ class OperatorCache:
 
     Args:
         mode: That of the tensors.
-        keep_collectives: Whether to remember collectives too: whoever records them below
-            the mode would not see them again.
+        keep_collectives: Whether to remember collectives too: a recorder below the mode
+            would not see repeated ones.
         maker: What makes its tensors.
     """
 
@@ -144,7 +144,7 @@ class OperatorCache:
             result = run()
             if len(self._entries) >= _MAX_ENTRIES:
                 self._entries.clear()
-            self._entries[key] = self._describe(func, args, result)
+            self._entries[key] = self._describe(args, result)
             return result
         if entry is None:
             return run()
@@ -176,9 +176,7 @@ class OperatorCache:
             return self._key(value)
         raise _UncachedError
 
-    def _describe(
-        self, func: OpOverload, args: Sequence[Any], result: Any
-    ) -> _Entry | None:
+    def _describe(self, args: Sequence[Any], result: Any) -> _Entry | None:
         first = args[0] if args else None
         if result is None:
             return _Entry((None,), None)

@@ -10,7 +10,4 @@ def profiled(name: str) -> contextlib.AbstractContextManager[object]:
 
     ``torch.profiler.record_function`` takes about ten, too many for each step.
     """
-    span: contextlib.AbstractContextManager[object] = _profiler._RecordFunctionFast(
-        name
-    )
-    return span
+    return _profiler._RecordFunctionFast(name)

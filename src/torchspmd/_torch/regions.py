@@ -252,9 +252,7 @@ class _CallObserver(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def observe_calls(
-    note: Callable[[Any, tuple[Any, ...], Any], None],
-) -> Iterator[None]:
+def observe_calls(note: Callable[[Any, tuple[Any, ...], Any], None]) -> Iterator[None]:
     """Call ``note(operator, args, kwargs)`` before every operator called inside."""
     with _CallObserver(note):
         yield

@@ -100,11 +100,9 @@ def _mask(tensor: torch.Tensor, mask: torch.Tensor, *_: Any) -> Any:
 
 
 def _add(tensor: torch.Tensor, other: Any, *, alpha: float = 1) -> Any:
-    return (
-        NotImplemented
-        if is_sparse(tensor)
-        else _add_(tensor.clone(), other, alpha=alpha)
-    )
+    if is_sparse(tensor):
+        return NotImplemented
+    return _add_(tensor.clone(), other, alpha=alpha)
 
 
 def _add_(tensor: torch.Tensor, other: Any, *, alpha: float = 1) -> Any:

@@ -57,9 +57,8 @@ class Group:
         object.__setattr__(self, "label", self._describe())
 
     def __hash__(self) -> int:
-        return hash(
-            (self.name, self.axis)
-        )  # hashing a thousand ranks each time is slow
+        # Not of the ranks: hashing a thousand each time is slow.
+        return hash((self.name, self.axis))
 
     @property
     def size(self) -> int:

@@ -1,8 +1,8 @@
 """Ranks exchange texts through a store, without a collective.
 
-Ranks that disagree could not complete a collective. What torch has for it
-(``torch.distributed.elastic.utils.store``) waits for all ranks or none: it neither gives
-what did come nor ends when a rank says that it cannot come.
+Ranks that disagree cannot complete a collective. torch's own exchange
+(``torch.distributed.elastic.utils.store``) waits for all ranks or none: it neither returns
+what did arrive nor stops when a rank reports that it has failed.
 """
 
 import time

@@ -98,7 +98,7 @@ class Ledger:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew; for a recording that leaves out what came before."""
+        """Empty the ledger, for a recording that leaves out what came before."""
         self._events: list[CommEvent] = []
         # Steps repeat themselves: an event equal to the last one of its row is that one,
         # so that keeping it costs a reference.

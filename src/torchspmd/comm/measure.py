@@ -122,10 +122,7 @@ def _measure_product(
     shape = _sizes((*left.shape[:-1], right.shape[-1]))
     payload = torch.Size(shape).numel() * dtype.itemsize
     return Measure(
-        _dtype_name(dtype),
-        shape,
-        payload,
-        wire_bytes(kind, payload, group_size),
+        _dtype_name(dtype), shape, payload, wire_bytes(kind, payload, group_size)
     )
 
 

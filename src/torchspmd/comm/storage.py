@@ -74,8 +74,8 @@ def read_json(path: str | os.PathLike[str], error: type[SpmdError], rule: str) -
 
     Args:
         path: The file.
-        error: What is raised where it cannot be read, or is no JSON.
-        rule: Which file to give instead of one that is no JSON.
+        error: What is raised where it cannot be read, or is not JSON.
+        rule: Which file to give instead of one that is not JSON.
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
@@ -107,7 +107,9 @@ def ledger_to_dict(
         "totals": [
             {**key._asdict(), **asdict(total)} for key, total in ledger.rows.items()
         ],
-        "events": [_event_to_dict(event, places) for event in ledger.events],
+        "events": [
+            {**event._asdict(), "group": places[event.group]} for event in ledger.events
+        ],
     }
 
 
@@ -149,10 +151,6 @@ def _build_ledger(data: dict[str, Any]) -> Ledger:
     for text, times in data["notes"].items():
         ledger.note(text, int(times))
     return ledger
-
-
-def _event_to_dict(event: CommEvent, places: dict[Group, int]) -> dict[str, Any]:
-    return {**event._asdict(), "group": places[event.group]}
 
 
 def _event_from_dict(data: dict[str, Any], groups: list[Group]) -> CommEvent:

@@ -12,8 +12,7 @@ def shard_dim(placement: Placement) -> int | None:
     """The tensor dim that a placement shards, of a plain or a strided shard."""
     if placement.is_replicate() or placement.is_partial():
         return None
-    dim: int = getattr(placement, "dim")  # noqa: B009  (not on the base class)
-    return dim
+    return getattr(placement, "dim")  # noqa: B009  (not on the base class)
 
 
 def reduce_op(placement: Placement) -> str | None:

@@ -2,6 +2,4 @@
 
 from torchspmd.local.api import local_map
 
-__all__ = [
-    "local_map",
-]
+__all__ = ["local_map"]

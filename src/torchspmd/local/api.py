@@ -71,7 +71,11 @@ class Region:
         structure: Any,
         tensors: Sequence[DTensorLeaf],
     ) -> CallPlan:
-        on_mesh = [(t.leaf, t.slot and t.slot[0], *_place(t.tensor)) for t in tensors]
+        on_mesh = [
+            (each.leaf, each.slot and each.slot[0], t.placements, t.device_mesh, t.ndim)
+            for each in tensors
+            for t in [each.tensor]
+        ]
         key = (structure, tuple(on_mesh), tuple([type(leaf) for leaf in leaves]))
         plan = self._plans.get(key)
         if plan is None:
@@ -86,12 +90,7 @@ def _untraced() -> Callable[[Region, tuple[Any, ...], dict[str, Any]], Any]:
 
     Made on demand, as it imports all of Dynamo.
     """
-    untraced: Callable[..., Any] = torch.compiler.disable(Region.run)
-    return untraced
-
-
-def _place(tensor: DTensor) -> tuple[Any, Any, int]:
-    return tensor.placements, tensor.device_mesh, tensor.ndim
+    return torch.compiler.disable(Region.run)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

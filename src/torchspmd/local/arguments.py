@@ -309,7 +309,7 @@ def _mismatch(
 
 
 def non_tensor_problems(leaf: Leaf, written: Written) -> list[Problem]:
-    """A layout that was written for something that is no tensor."""
+    """A layout that was written for something that is not a tensor."""
     is_fine = isinstance(leaf.value, (torch.Tensor, torch.nn.Module))
     if is_fine or written.layout is None or not written.is_exact:
         return []

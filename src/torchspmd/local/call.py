@@ -228,8 +228,7 @@ class RegionCall:
         frame = self.plan.frame
         if grad is None:
             return outside(value, frame, spec)
-        wrapped: DTensor = Leave.apply(value, Port(output.name, frame, spec, grad))
-        return wrapped
+        return Leave.apply(value, Port(output.name, frame, spec, grad))
 
     def _derive(
         self, outputs: Outputs, values: Sequence[Any]
@@ -291,7 +290,7 @@ class RegionCall:
             BoundaryTensor(a.name, a.layout, port is not None, a.written_grad)
             for a, port in zip(self.plan.arguments, self.ports, strict=True)
         ]
-        # What is no tensor takes part as a replicated one without a gradient.
+        # Other outputs than tensors take part as replicated ones without a gradient.
         nothing = (Replicate(),) * len(self.plan.frame.axes)
         tensors = [
             BoundaryTensor(output.name, output.layout or nothing, need, output.grad)

@@ -147,8 +147,8 @@ def _all_gather(
 # Whole shapes, which each rank derives from its own part, must be the same on all.
 #
 # Ranks with other shapes wait for each other in the next collective. No rank waits here:
-# the first to come leaves its shape in the store, and the others look at it, once for each
-# kind of call.
+# the first to arrive posts its shape in the store, and the others compare theirs with it,
+# once for each kind of call.
 
 # What was posted under a key, in the order in which it came up: one piece of code may
 # make several shapes of the same arguments, as closures do.
@@ -390,7 +390,7 @@ def refusing_together(
 
 def _find_refusing(frame: Frame, axes: Sequence[LocalAxis], rank: int) -> int:
     """A rank that refuses, from any of the axes; -1 when none does."""
-    for axis in axes:  # what one axis has told is told on along the next
+    for axis in axes:  # a refusal along one axis is passed on along the next
         mine = torch.tensor([rank], dtype=torch.float64)
         rank = int(max(row[0] for row in _all_gather(mine, frame, axis)))
     return rank

@@ -338,7 +338,7 @@ def _op_problems(
     position: int,
     axis: LocalAxis,
 ) -> list[Problem]:
-    """Partial tensors whose reduction is no sum have other gradients on each rank."""
+    """Partial tensors that are not reduced by a sum have other gradients on each rank."""
     allowed = [(t, ("sum",)) for t in arguments] + [
         (t, ("sum", "avg")) for t in outputs
     ]

@@ -24,7 +24,6 @@ from torchspmd.local.gradient import (
 )
 from torchspmd.local.outputs import build_outputs, build_shape
 from torchspmd.local.specs import (
-    Path,
     Problem,
     find_written,
     format_path,
@@ -95,7 +94,9 @@ def _derive(
     if not any(argument.needs_grad for argument in arguments):
         return None
     outputs = [
-        BoundaryTensor(_name(path), tuple(layout), True, _written(options, path))
+        BoundaryTensor(
+            f"output{format_path(path)}", tuple(layout), True, _written(options, path)
+        )
         for path, layout in list_ends(options.out_placements)
         if is_layout(layout)
     ]
@@ -103,10 +104,6 @@ def _derive(
     what = "a gradient's layout cannot be derived"
     refuse(options.name, plan.frame.mesh, what, problems, _RULE)
     return gradients
-
-
-def _name(path: Path) -> str:
-    return f"output{format_path(path)}"
 
 
 def _written(options: Options, path: Any) -> Layout | None:

@@ -140,7 +140,7 @@ class _Slot:
 
 
 def _plain_slots(module: nn.Module) -> list[_Slot]:
-    """Every name of every parameter that is no DTensor yet."""
+    """Every name of every parameter that is not a DTensor yet."""
     found = []
     for path, parameter in module.named_parameters(remove_duplicate=False):
         if not isinstance(parameter, DTensor):

@@ -60,7 +60,7 @@ def build_axis(mesh: DeviceMesh, call: str = "parallelize_module") -> Axis:
     """The only axis of a mesh.
 
     Raises:
-        LayoutError: It is no mesh, or has another number of axes than one.
+        LayoutError: It is not a mesh, or has several axes.
         WorldError: This rank is not part of the mesh.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -70,7 +70,7 @@ def build_axis(mesh: DeviceMesh, call: str = "parallelize_module") -> Axis:
         )
     if mesh.ndim != 1:
         raise LayoutError(_several_axes(mesh, call))
-    # Not from mesh.mesh: that is a tensor which is no argument of a captured step.
+    # Not from mesh.mesh: a captured step would read a tensor that is not its argument.
     if mesh.get_coordinate() is None:
         raise WorldError(
             f"{call}: rank {mesh.get_rank()} is not in the mesh {format_mesh(mesh)}, "
@@ -126,8 +126,8 @@ def check_even(
 ) -> None:
     """Raise where the shape of the whole does not follow from a plain part of it.
 
-    Who takes a plain tensor takes it as one of even parts. Only the last dimension may
-    be uneven: the layers know their features.
+    The next layer takes a plain tensor for one of even parts. Only the last dimension may
+    be uneven: layers know how many features they have.
     """
     if type(layout) is not Shard or layout.dim == len(shape) - 1:
         return
@@ -151,8 +151,7 @@ def layout_of(tensor: DTensor, axis: Axis, where: str) -> Placement:
             f"is laid over the {axis}. Redistribute it to that mesh, or pass its local "
             "tensor."
         )
-    placement: Placement = tensor.placements[0]
-    return placement
+    return tensor.placements[0]
 
 
 # ----------------------------------------------------------------------------

@@ -70,7 +70,9 @@ def clip_grad_norm_(
             "gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    _scale([_local(gradient) for gradient in gradients], scale)
+    for shard in map(_local, gradients):
+        # No look at the value: that would make the host wait for the device.
+        shard.mul_(scale.to(device=shard.device, dtype=shard.dtype))
     return total
 
 
@@ -154,15 +156,8 @@ def _reduce_partials(gradient: torch.Tensor) -> torch.Tensor:
     if not any(isinstance(placement, Partial) for placement in layout):
         return gradient
     whole = [Replicate() if isinstance(p, Partial) else p for p in layout]
-    reduced: torch.Tensor = gradient.redistribute(placements=whole)
-    return reduced
+    return gradient.redistribute(placements=whole)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _scale(shards: list[torch.Tensor], scale: torch.Tensor) -> None:
-    # No look at the value: that would make the host wait for the device.
-    for shard in shards:
-        shard.mul_(scale.to(device=shard.device, dtype=shard.dtype))

@@ -96,5 +96,4 @@ class _Leave:
             output = output.redistribute(placements=(wanted,))
         if route.local_output:
             check_even(tuple(output.shape), wanted, route.axis, route.where)
-        local: torch.Tensor = output.to_local() if route.local_output else output
-        return local
+        return output.to_local() if route.local_output else output

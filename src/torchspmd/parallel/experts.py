@@ -12,7 +12,6 @@ from torchspmd import _torch
 from torchspmd.errors import LayoutCountError, LayoutError
 from torchspmd.layout.placements import positive_dim
 from torchspmd.parallel.axis import check_even, global_shape
-from torchspmd.parallel.fused import Part, SplitParameter
 from torchspmd.parallel.parameters import (
     describe_computed,
     describe_hooked,
@@ -20,6 +19,7 @@ from torchspmd.parallel.parameters import (
     place_parameter,
     wrong_shard,
 )
+from torchspmd.parallel.parts import Part, SplitParameter
 from torchspmd.parallel.redistribute import arriving, change_layout, unwrap, wrap
 from torchspmd.parallel.style import (
     Cut,
@@ -113,10 +113,7 @@ class LocalForward:
         ]
         others = [name for name in parameters if name not in summed]
         found: dict[str, torch.Tensor] = {}
-        for names, total in (
-            (summed, self._axis),
-            (others, None),
-        ):
+        for names, total in ((summed, self._axis), (others, None)):
             shards = local_shards([parameters[name] for name in names], total)
             pairs = zip(names, shards, strict=True)
             found |= {name: shard for name, shard in pairs if shard is not None}
@@ -272,7 +269,7 @@ class ExpertParallel(PlacedStyle):
         return dict.fromkeys(names, chosen)
 
     def parameter_cuts(self, module: nn.Module, num_ranks: int) -> dict[str, Cut]:
-        """Each of several that lie side by side in one by itself."""
+        """Matrices that lie side by side in one parameter are cut one by one."""
         cuts = super().parameter_cuts(module, num_ranks)
         for name, count in self._packed():
             layout = cuts[name][0].layout if name in cuts else None

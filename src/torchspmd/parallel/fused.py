@@ -2,33 +2,30 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
-from torchspmd.layout.retired import copy_attributes
-from torchspmd.layout.shards import shard_size
-from torchspmd.parallel.axis import Axis
+from torchspmd.parallel.joined import mark_copy
 from torchspmd.parallel.linear import ColwiseParallel, linear_form, local_form
 from torchspmd.parallel.parameters import (
     describe_computed,
     local_shard,
-    remember_layout,
     unwrapped_parameters,
+)
+from torchspmd.parallel.parts import (
+    Part,
+    SplitParameter,
+    join_parts,
+    join_with_gradient,
+    part_parameters,
 )
 from torchspmd.parallel.redistribute import change_layout, wrap
 from torchspmd.parallel.route import Route, build_route, check_tensor, enter_features
@@ -42,166 +39,7 @@ from torchspmd.parallel.style import (
     one_layout,
 )
 
-# ----------------------------------------------------------------------------
-# The joined weight of a fused layer: a copy to read, which says so when it is written.
-#
-# The layer's parameters are its parts. Whoever writes into ``layer.weight``, freezes it or
-# asks for its gradient means them, and would change a copy that nobody sees again.
-
-_Tensor: Any = torch.Tensor  # its attributes as descriptors
-
-# What asks for a parameter that a copy is not; ``data`` may be read.
-_WRITES = {
-    _Tensor.data.__set__: "setting .data",
-    _Tensor.grad.__get__: "reading .grad",
-    _Tensor.grad.__set__: "setting .grad",
-    _Tensor.requires_grad.__set__: "setting .requires_grad",
-    _Tensor.__setitem__: "setting items",
-    _Tensor.register_hook: "register_hook",
-    _Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
-}
-# What looks at one tensor's memory in another shape: whoever writes there means the layer
-# as well. DTensor may have copied, so the memory is no criterion.
-_VIEW_NAMES = frozenset(
-    "chunk detach flatten narrow permute reshape select split squeeze t tensor_split "
-    "transpose unbind unflatten unsqueeze view view_as __getitem__".split()
-)
-_VIEW_ATTRIBUTES = (_Tensor.data.__get__, _Tensor.T.__get__)
-
-
-class _Copy(torch.Tensor):
-    """A tensor that refuses to be written, and knows whose copy it is."""
-
-    __slots__ = ()  # the same layout in memory as the class that it takes over
-    layer: str  # how errors name it
-    parameter: str
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run what only reads; the rest is an error that names the parameters."""
-        kwargs = kwargs or {}
-        write = _describe_write(func, "out" in kwargs)
-        written = _written(args, kwargs) if write else None
-        if write and written is not None:
-            raise _lost(written, write)
-        # That of DTensor makes results of their own class, for plain tensors as well.
-        result = DTensor.__torch_function__(func, types, args, kwargs)
-        source = args[0] if args else None
-        if isinstance(source, _Copy) and _is_view(func):
-            for part in result if isinstance(result, (list, tuple)) else [result]:
-                mark_copy(part, source.layer, source.parameter)
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.detach().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)
-
-
-class JoinedShard(_Copy):
-    """This rank's shard of a joined copy, in the same memory."""
-
-    __slots__ = ()
-
-
-class JoinedCopy(_Copy, DTensor):
-    """The DTensor that is joined from the parts."""
-
-    __slots__ = ()
-
-    def to_local(self, **options: Any) -> torch.Tensor:
-        """This rank's shard, to read as well."""
-        shard = super().to_local(**options)
-        # Torch itself refuses writes into tensors of inference mode.
-        if shard.is_inference():
-            return shard
-        return mark_copy(shard, self.layer, self.parameter)
-
-
-def _describe_write(func: Callable[..., Any], has_out: bool) -> str | None:
-    """What a call does to its first argument; None where it only reads."""
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return name if has_out or in_place else _WRITES.get(func)
-
-
-def _is_view(func: Callable[..., Any]) -> bool:
-    return getattr(func, "__name__", "") in _VIEW_NAMES or func in _VIEW_ATTRIBUTES
-
-
-def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Copy | None:
-    """The copy that a writing call writes into; None where it writes elsewhere."""
-    target = kwargs.get("out", next(iter((*args, *kwargs.values())), None))
-    several = target if isinstance(target, (list, tuple)) else [target]
-    return next((value for value in several if isinstance(value, _Copy)), None)
-
-
-def _lost(copy: _Copy, write: str) -> LayoutError:
-    name, parts = copy.parameter, f"{copy.parameter}_parts"
-    return LayoutError(
-        f"{copy.layer}: its {name} is a copy that is joined for reading, and "
-        f"{write} would not reach the layer. Its parameters are those in {parts}, "
-        f"one for each part: use them (`for p in layer.{parts}`), or load a whole "
-        f"{name} with load_state_dict."
-    )
-
-
-def mark_copy(joined: Any, layer: str, name: str) -> torch.Tensor:
-    """The same tensor, as a copy of what that layer calls ``name``."""
-    joined.__class__ = JoinedCopy if isinstance(joined, DTensor) else JoinedShard
-    joined.layer, joined.parameter = layer, name
-    copy: torch.Tensor = joined
-    return copy
-
-
-# ----------------------------------------------------------------------------
-# A Linear whose output features are several parts side by side, each sharded by itself.
-#
-# The parts are DTensor parameters of their own, so that optimizers, checkpoints and other
-# mesh sizes see true layouts; the state dict joins them under the layer's own key.
-
 NAMES = ("weight", "bias")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Some consecutive output features of a layer.
-
-    Attributes:
-        start: The first of them.
-        size: How many.
-        num_heads: How many heads they are; 0 where heads do not matter.
-    """
-
-    start: int
-    size: int
-    num_heads: int = 0
-
-    def is_shared(self, num_ranks: int) -> bool:
-        """Whether there are fewer heads than ranks, so that ranks share a head."""
-        return 0 < self.num_heads < num_ranks
-
-    def layout(self, num_ranks: int, dim: int = 0) -> Placement:
-        """How a parameter of the part lies on the axis, its features in a dimension."""
-        return Replicate() if self.is_shared(num_ranks) else Shard(dim)
-
-    def local_size(self, num_ranks: int, rank: int) -> int:
-        """How many features of the part one rank computes."""
-        if self.is_shared(num_ranks):
-            return self.size // self.num_heads
-        return shard_size(self.size, num_ranks, rank)
-
-    def shared_head(self, axis: Axis) -> tuple[int, int]:
-        """First feature and number of features of the head that this rank uses."""
-        size = self.size // self.num_heads
-        return size * (axis.rank * self.num_heads // axis.size), size
 
 
 class FusedOutput:
@@ -252,7 +90,7 @@ class FusedOutput:
         return self.split(-(-sum(self._whole) // chunks), dim)
 
     def tensor_split(self, indices_or_sections: Any, dim: int = 0) -> Any:
-        """The parts, between these places or as many."""
+        """The parts, for these indices or this many sections."""
         total = sum(self._whole)
         given = indices_or_sections
         if isinstance(given, int):
@@ -274,7 +112,7 @@ class FusedOutput:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """``torch.split`` and the like, as the methods do."""
+        """``torch.split``, ``chunk`` and ``tensor_split``, as the methods do them."""
         name = getattr(func, "__name__", str(func))
         if name in ("split", "chunk", "tensor_split") and isinstance(args[0], cls):
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))
@@ -399,7 +237,7 @@ class LocalFusedLinear(nn.Linear):
         given = [opened.get(str(i), part) for i, part in enumerate(held)]
         axis, dim = self.route.axis, self.split_parameters[name].dim
         if torch.is_grad_enabled() and any(part.requires_grad for part in given):
-            joined = _join_with_gradient(given, axis, dim)
+            joined = join_with_gradient(given, axis, dim)
         else:
             # Writing into this rank's shard of such a tensor is an error too.
             with torch.inference_mode():
@@ -407,10 +245,10 @@ class LocalFusedLinear(nn.Linear):
         return mark_copy(joined, self.route.where, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy, also of gradients: those of the parts are pieces of one tensor.
+        """Copy the layer with its gradients; those of the parts are pieces of one tensor.
 
-        Torch cannot deepcopy a DTensor around the later part of a storage, so pieces
-        get memory of their own first; not in each backward, where that would cost some.
+        Torch cannot deepcopy a DTensor whose shard starts inside a storage, so the pieces
+        get memory of their own here, and not in each backward, where that would cost time.
         """
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -437,155 +275,6 @@ class LocalFusedLinear(nn.Linear):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"parts=({sizes}), {self.route}"
         )
-
-
-def part_parameters(module: nn.Module, name: str) -> list[torch.Tensor]:
-    """The parameters that hold the parts of ``weight`` or ``bias``."""
-    found = getattr(module, f"{name}_parts", None)
-    return [] if found is None else list(found)
-
-
-def join_parts(parts: list[torch.Tensor], axis: Axis, dim: int = 0) -> torch.Tensor:
-    """The parts as one DTensor in the order of one device, its features sharded.
-
-    Every part is gathered for a moment; each rank keeps only its share of the whole.
-    """
-    with torch.no_grad():
-        whole = _whole(parts, dim)
-        return distribute_tensor(whole, axis.mesh, (Shard(dim),), src_data_rank=None)
-
-
-def _join_with_gradient(
-    parts: list[torch.Tensor], axis: Axis, dim: int
-) -> torch.Tensor:
-    """The same as ``join_parts``; what is computed with it trains the parts."""
-    whole = _whole(parts, dim)
-    same = DTensor.from_local(whole, axis.mesh, (Replicate(),), run_check=False)
-    return same.redistribute(placements=(Shard(dim),))
-
-
-def _whole(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return torch.cat(
-        [p.full_tensor() if isinstance(p, DTensor) else p for p in parts], dim
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class SplitParameter:
-    """A parameter that a module holds as several, each sharded by itself.
-
-    A state dict has the whole one, under its name.
-
-    Attributes:
-        name: The parameter's name in its module.
-        parts: The parts, of the features in one dimension.
-        dim: That dimension.
-        axis: Where the parts lie.
-        where: How errors name the module.
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-    dim: int
-    axis: Axis
-    where: str
-
-    def split(
-        self, value: torch.Tensor, module: nn.Module, src_data_rank: int | None = None
-    ) -> list[torch.Tensor]:
-        """A whole parameter, plain or a DTensor, laid out like the parts that hold it."""
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        expected = sum(part.size for part in self.parts)
-        if whole.size(self.dim) != expected:
-            raise LayoutError(
-                f"{self.where}: the saved {self.name} has {whole.size(self.dim)} "
-                f"{'columns' if self.dim else 'rows'}, the layer has {expected} output "
-                "features."
-            )
-        held = part_parameters(module, self.name)
-        return [
-            # A copy: DTensors around views of a larger storage do not pickle.
-            _like(
-                whole.narrow(self.dim, part.start, part.size).clone(),
-                parameter,
-                src_data_rank,
-            )
-            for part, parameter in zip(self.parts, held, strict=True)
-        ]
-
-    def save(self, state: dict[str, Any], prefix: str) -> None:
-        """One key of a state dict for all parts."""
-        keys = [f"{prefix}{self.name}_parts.{i}" for i in range(len(self.parts))]
-        if all(key in state for key in keys):
-            parts = [state.pop(key) for key in keys]
-            state[f"{prefix}{self.name}"] = join_parts(parts, self.axis, self.dim)
-
-    def load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Keys for the parts instead of that of the whole parameter."""
-        value = state.pop(f"{prefix}{self.name}", None)
-        if value is not None:
-            for i, part in enumerate(self.split(value, module)):
-                state[f"{prefix}{self.name}_parts.{i}"] = part
-
-    def place(self, module: nn.Module, src_data_rank: int | None) -> None:
-        """Replace the parameter by a list of DTensors, one for each part."""
-        known = vars(module).setdefault(_SPLIT, {})
-        if not known:
-            module.register_state_dict_post_hook(save_joined)
-            module.register_load_state_dict_pre_hook(load_split)
-        known[self.name] = self
-        parameter = getattr(module, self.name)
-        delattr(module, self.name)
-        if parameter is None:
-            module.register_module(f"{self.name}_parts", None)
-            return
-        placed = [
-            nn.Parameter(
-                distribute_tensor(
-                    # A copy: DTensors around views of a larger storage do not pickle.
-                    parameter.detach().narrow(self.dim, part.start, part.size).clone(),
-                    self.axis.mesh,
-                    (part.layout(self.axis.size, self.dim),),
-                    src_data_rank=src_data_rank,
-                ),
-                requires_grad=parameter.requires_grad,
-            )
-            for part in self.parts
-        ]
-        held = nn.ParameterList(placed)
-        for i, part in enumerate(held):
-            copy_attributes(parameter, part)
-            remember_layout(held, str(i), part)
-        module.register_module(f"{self.name}_parts", held)
-
-
-_SPLIT = "split_parameters"  # on a module: those that it holds in parts, by name
-
-
-def save_joined(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-) -> None:
-    """State-dict hook: one key for each parameter, as before it was split."""
-    for split in getattr(module, _SPLIT).values():
-        split.save(state, prefix)
-
-
-def load_split(
-    module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
-) -> None:
-    """Load hook: the key of a whole parameter becomes those of its parts."""
-    for split in getattr(module, _SPLIT).values():
-        split.load(module, state, prefix)
-
-
-def _like(
-    value: torch.Tensor, parameter: torch.Tensor, src_data_rank: int | None
-) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return value
-    # Other styles of parallelism may have added axes to the parameter's mesh.
-    mesh, layout = parameter.device_mesh, parameter.placements
-    return distribute_tensor(value, mesh, layout, src_data_rank=src_data_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -782,7 +471,7 @@ class KeyValueParallel(PlacedStyle):
         self.fused(module).place_fitting(module, place)
 
     def fused(self, module: nn.Module) -> FusedColwiseParallel:
-        """The equal fused style, with one part."""
+        """The same as a fused style with one part."""
         form = linear_form(module)
         size = self.num_heads if form is None else form.outside
         return FusedColwiseParallel(
@@ -812,11 +501,10 @@ def _fused_layouts(given: object, local_output: bool = True) -> StyleLayouts:
 def _unshared_heads(index: int, num_heads: int, num_ranks: int) -> list[str]:
     if not num_heads or num_heads % num_ranks == 0 or num_ranks % num_heads == 0:
         return []
-    text = (
+    return [
         f"part {index} has {num_heads} heads for {num_ranks} ranks; one number must "
         "divide the other"
-    )
-    return [text]
+    ]
 
 
 def _argument_problems(

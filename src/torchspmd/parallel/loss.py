@@ -1,8 +1,8 @@
 """Cross entropy over logits whose classes are sharded, without gathering them.
 
 Each rank works on its part of the classes; two small all-reduces (a maximum, then three
-sums for each row) carry all that the ranks need to know of each other. Where nobody says
-how many classes there are, the size of each rank's part is sent along with the maximum.
+sums for each row) carry all that the ranks need to know of each other. Where the number of
+classes is not given, the size of each rank's part is sent along with the maximum.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -160,7 +160,7 @@ def _exchange_maximum(
     if options.num_classes is not None:
         first, _ = shard_bounds(options.num_classes, axis.size, axis.rank)
         return all_reduce_max(largest, axis), first, options.num_classes
-    # Every rank writes into its own place, and reading it on the device waits for nobody.
+    # Every rank writes into its own place; read on the device, the host need not wait.
     places = (axis.rank, axis.size - 1 - axis.rank)
     sizes = F.pad(logits.new_full((1,), size), places)
     both = all_reduce_max(torch.cat((largest.flatten(), sizes)), axis)

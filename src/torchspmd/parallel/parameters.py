@@ -155,10 +155,7 @@ def place_parameter(
     if placed is None:
         placed = nn.Parameter(
             distribute_tensor(
-                parameter.detach(),
-                axis.mesh,
-                (placement,),
-                src_data_rank=src_data_rank,
+                parameter.detach(), axis.mesh, (placement,), src_data_rank=src_data_rank
             ),
             requires_grad=parameter.requires_grad,
         )
@@ -343,12 +340,11 @@ def _parametrized(module: nn.Module) -> list[str]:
         f"{name} by {', '.join(type(step).__name__ for step in steps)}"
         for name, steps in tables.items()
     )
-    text = (
+    return [
         f"it computes parameters in each call ({listed}), which no shard can do; make "
         "them plain first, with torch.nn.utils.parametrize.remove_parametrizations, or "
         "keep the module whole with ReplicateParallel()"
-    )
-    return [text]
+    ]
 
 
 def describe_hooked(module: nn.Module) -> list[str]:
@@ -360,9 +356,8 @@ def describe_hooked(module: nn.Module) -> list[str]:
     ]
     if not hooks:
         return []
-    text = (
+    return [
         f"a hook computes parameters before each call ({', '.join(hooks)}), which no "
         "style knows; make them plain first, with torch.nn.utils.remove_weight_norm, "
         "remove_spectral_norm or prune.remove"
-    )
-    return [text]
+    ]

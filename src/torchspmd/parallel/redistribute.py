@@ -36,7 +36,7 @@ def move(
 ) -> torch.Tensor:
     """The same value in another layout; ``shape`` is that of the whole tensor.
 
-    ``owned`` says that nobody else reads the tensor: a sum may overwrite it.
+    ``owned`` says that nothing else reads the tensor: a sum may overwrite it.
     """
     if is_same(source, target):
         return tensor
@@ -78,7 +78,11 @@ def start_reduce(
     if type(target) is Partial:
         return tensor
     if type(target) is Replicate:
-        buffer = tensor.contiguous() if owned else _copy(tensor)
+        buffer = (
+            tensor.contiguous()
+            if owned
+            else tensor.clone(memory_format=torch.contiguous_format)
+        )
         return _torch.start_all_reduce(buffer, "sum", axis.group)
     assert type(target) is Shard, target
     stacked = _stack_shards(tensor, target.dim, axis.size).contiguous()
@@ -165,10 +169,6 @@ def _cut(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return tensor.narrow(dim, 0, size).contiguous()
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 def change_layout(
     tensor: torch.Tensor,
     source: Placement,
@@ -197,10 +197,9 @@ def change_layout(
     leaving = gradient_layout(source) if leaving is None else leaving
     if is_same(source, target) and is_same(arriving, leaving):
         return tensor
-    result: torch.Tensor = _Redistribute.apply(
+    return _Redistribute.apply(
         tensor, (source, target), (arriving, leaving), axis, shape, False
     )
-    return result
 
 
 def redistribute(
@@ -222,10 +221,9 @@ def redistribute(
         local = change_layout(local, source, target, axis, shape)
         return wrap(local, target, axis, shape) if as_dtensor else local
     gradients = gradient_layout(target), gradient_layout(source)
-    result: torch.Tensor = _Redistribute.apply(
+    return _Redistribute.apply(
         tensor, (source, target), gradients, axis, shape, as_dtensor
     )
-    return result
 
 
 def reduce_other_partials(tensor: DTensor) -> DTensor:
@@ -236,8 +234,7 @@ def reduce_other_partials(tensor: DTensor) -> DTensor:
     placements = tensor.placements
     if type(placements[0]) is not Partial or placements[0].reduce_op == "sum":
         return tensor
-    reduced: DTensor = tensor.redistribute(placements=(Replicate(), *placements[1:]))
-    return reduced
+    return tensor.redistribute(placements=(Replicate(), *placements[1:]))
 
 
 def arriving(
@@ -265,8 +262,7 @@ def unwrap(
     """
     if torch.compiler.is_compiling():
         gradients = None if gradient is None else (gradient,)
-        traced: torch.Tensor = tensor.to_local(grad_placements=gradients)
-        return traced
+        return tensor.to_local(grad_placements=gradients)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return _torch.local_tensor(tensor)
     shared = getattr(tensor, _SHARED, None)
@@ -277,8 +273,7 @@ def unwrap(
         and shared[1] is history
         and shared[2] is type(gradient)
     ):
-        found: torch.Tensor = shared[3]
-        return found
+        return shared[3]
     layout: Placement = tensor.placements[0]
     leaving = gradient_layout(layout) if gradient is None else gradient
     local: torch.Tensor = _Redistribute.apply(
@@ -302,10 +297,9 @@ def wrap(
             tensor, axis.mesh, (placement,), shape=meta.shape, stride=meta.stride()
         )
     gradient = gradient_layout(placement)
-    wrapped: DTensor = _Redistribute.apply(
+    return _Redistribute.apply(
         tensor, (placement, placement), (gradient, gradient), axis, shape, True
     )
-    return wrapped
 
 
 def begin_backward(what: str, gradient: torch.Tensor | None, axis: Axis | None) -> None:

@@ -32,7 +32,7 @@ from torchspmd.errors import CheckError, PlanWarning
 from torchspmd.layout.names import format_mesh, plain_name
 
 _PARTS = 4  # of each tensor, so that what cancels in one sum does not in all
-# How far replicas may be apart, of their norm: kernels that add in any order.
+# How far replicas may differ, relative to their norm: some kernels add in any order.
 _NEAR, _NEAR_IN_HALF = 1e-3, 1e-2
 _SECONDS = 300.0  # for the last rank of the axis to come to the end of its backward
 _SHOWN = 12  # parameters in one message
@@ -43,7 +43,7 @@ _RULE = (
 
 LAYOUTS = "_torchspmd_layouts"  # on a module: the layout of each placed parameter
 
-# How many parallel modules there were on the same ranks: ranks count alike.
+# How many parallel modules these ranks have made; every rank counts the same.
 _numbers: dict[tuple[int, ...], int] = {}
 
 
@@ -92,7 +92,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
-        """The report that ``to_json`` made a text of."""
+        """The report from a text that ``to_json`` made."""
         values, gradients, parts = (
             {
                 name: Sketch(tuple(figures), near)
@@ -115,7 +115,7 @@ def find_differing(parts: Mapping[int, Mapping[str, Sketch]]) -> dict[str, int]:
     for rank in others:
         for name in sorted(parts[first].keys() | parts[rank].keys()):
             ours, theirs = parts[first].get(name), parts[rank].get(name)
-            # A rank without a gradient beside one with zeros is no difference.
+            # No gradient on one rank and zeros on another are the same.
             none = Sketch((), 0.0)
             if ours is None or theirs is None:
                 differs = bool((ours or none).size or (theirs or none).size)
@@ -144,7 +144,7 @@ def find_whole(parts: Mapping[int, Mapping[str, Sketch]]) -> list[str]:
 
 
 def is_replica(tensor: torch.Tensor, ranks: Sequence[int]) -> bool:
-    """Whether these ranks are to hold the same in this tensor's memory."""
+    """Whether these ranks must hold the same values in this tensor."""
     if not isinstance(tensor, DTensor):
         return True
     mesh: DeviceMesh = tensor.device_mesh

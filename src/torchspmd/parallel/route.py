@@ -165,7 +165,7 @@ def _checked(route: Route, argument: str, layout: Placement, ndim: int) -> Place
 
 
 def check_tensor(value: object, route: Route) -> None:
-    """Raise for an input that is no tensor."""
+    """Raise for an input that is not a tensor."""
     if not isinstance(value, torch.Tensor):
         raise LayoutError(
             f"{route.where}: expecting input of the module to be a torch.Tensor or "

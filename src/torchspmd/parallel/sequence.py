@@ -61,8 +61,7 @@ class LocalLayerNorm(RoutedModule, nn.LayerNorm):
             if route.local_output:
                 check_even(shape, steps.output, route.axis, route.where)
             call = NormCall(route, steps.output, shape, self.normalized_shape, self.eps)
-            output: torch.Tensor = _LocalNorm.apply(local, self.weight, self.bias, call)
-            return output
+            return _LocalNorm.apply(local, self.weight, self.bias, call)
         weight, bias = local_shards([self.weight, self.bias], route.axis)
         output = F.layer_norm(local, self.normalized_shape, weight, bias, self.eps)
         return leave(output, route, steps, shape)

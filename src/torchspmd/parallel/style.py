@@ -71,7 +71,7 @@ Cut = tuple[Slab, ...]  # side by side on the dimension that is cut
 
 
 class ParallelStyle(ABC):
-    """Base of the styles, and of your own.
+    """Base class of all styles; subclass it for your own.
 
     Your own style needs only ``_apply``. It may read ``self.src_data_rank``, which is
     set on a copy of the style: the object in the plan is never written to.
@@ -99,7 +99,7 @@ class ParallelStyle(ABC):
         return {}
 
     def parameter_cuts(self, module: nn.Module, num_ranks: int) -> dict[str, Cut]:
-        """The same for so many ranks, part by part where a parameter is kept in parts."""
+        """The cuts on this many ranks, part by part where a parameter is kept in parts."""
         layouts = self.parameter_layouts(module)
         return {name: (Slab(None, layout),) for name, layout in layouts.items()}
 
@@ -164,7 +164,7 @@ def many_layouts(layouts: Layouts) -> tuple[Placement | None, ...]:
 def check_layouts(
     style: object, argument: str, layouts: tuple[Placement | None, ...] | None
 ) -> None:
-    """Raise for one of several layouts that is none."""
+    """Raise for an entry that is not a layout."""
     for layout in layouts or ():
         if layout is not None:
             check_layout(type(style).__name__, argument, layout)
@@ -194,15 +194,14 @@ def mark_styled(module: nn.Module, part: str, style: str) -> None:
 
 
 def describe_styled(module: nn.Module, part: str) -> list[str]:
-    """The problem of a module of which a style controls this part already."""
+    """The problem of a module whose part another style controls already."""
     taken = dict(getattr(module, _STYLED, ()))
     if part not in taken:
         return []
-    text = (
+    return [
         f"{taken[part]} has placed the {part} of this module already; give a module one "
         "style, which does what both should"
-    )
-    return [text]
+    ]
 
 
 def describe_placed(module: nn.Module) -> list[str]:
@@ -211,8 +210,7 @@ def describe_placed(module: nn.Module) -> list[str]:
     if not names:
         return []
     listed = ", ".join(names)
-    text = (
+    return [
         f"{listed}: already a DTensor, so another style has placed this module; give a "
         "module one style that shards its parameters"
-    )
-    return [text]
+    ]

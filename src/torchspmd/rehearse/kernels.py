@@ -417,7 +417,7 @@ class _FusedRMSNorm(torch.autograd.Function):
             result, rstd = _aten._fused_rms_norm.default(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
         ctx.shape, ctx.eps = shape, eps
-        return result  # type: ignore[no-any-return]
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

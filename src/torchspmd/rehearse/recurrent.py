@@ -94,7 +94,7 @@ def _run(  # noqa: PLR0913, PLR0917  # torch's arguments
         num_states=len(states),
         weights_of_a_layer=len(params) // (num_layers * (1 + bidirectional)),
     )
-    return _Recurrent.apply(layers, *tensors)  # type: ignore[no-any-return]
+    return _Recurrent.apply(layers, *tensors)
 
 
 class _Layers(NamedTuple):

@@ -108,7 +108,7 @@ def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _index(input: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
-    return torch.ops.aten.index.Tensor(input, [*_places(indices)])  # type: ignore[no-any-return]
+    return torch.ops.aten.index.Tensor(input, [*_places(indices)])
 
 
 def _places(indices: list[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:

@@ -72,7 +72,7 @@ def perfetto_trace(document: Mapping[str, Any]) -> dict[str, Any]:
         _name("process_name", _STEP, 0, title),
         *_phases(timeline),
         *_slices(timeline),
-        *_memory(document.get("memory") or {}, timeline),
+        *_memory(document.get("memory") or {}),
     ]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
@@ -121,14 +121,11 @@ def _slices(timeline: Mapping[str, Any]) -> Iterator[Event]:
             "tid": thread,
             "args": {"sort_index": thread},
         }
-    order = sorted(
-        range(len(tracks)), key=lambda place: (tracks[place][0], tracks[place][1])
-    )
-    for place in order:
+    for place in sorted(range(len(tracks)), key=lambda place: tracks[place][:2]):
         yield _slice(timeline, place, *tracks[place])
     for wait, sent in enumerate(timeline["waits_for"]):
         if sent >= 0:
-            yield from _flow(sent, tracks[sent], tracks[wait], wait)
+            yield from _flow(tracks[sent], tracks[wait], wait)
 
 
 Track = tuple[int, float, float]  # thread, start, duration
@@ -189,7 +186,7 @@ def _slice(
     }
 
 
-def _flow(number: int, sent: Track, wait: Track, identity: int) -> Iterator[Event]:
+def _flow(sent: Track, wait: Track, identity: int) -> Iterator[Event]:
     """An arrow binds to the slices that are open at its ends' times."""
     common = {"pid": _STEP, "name": "wait", "cat": "wait", "id": identity}
     thread, start, length = sent
@@ -200,7 +197,7 @@ def _flow(number: int, sent: Track, wait: Track, identity: int) -> Iterator[Even
     yield {**common, "ph": "f", "bp": "e", "tid": thread, "ts": at}
 
 
-def _memory(memory: Mapping[str, Any], timeline: Mapping[str, Any]) -> Iterator[Event]:
+def _memory(memory: Mapping[str, Any]) -> Iterator[Event]:
     """Counters over predicted time; in the order of events where no time is known."""
     curve = memory.get("curve")
     if not curve or not curve.get("allocated"):

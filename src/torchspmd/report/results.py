@@ -100,7 +100,7 @@ def read_result(path: Path) -> dict[str, Any]:
     """A saved result as plain data.
 
     Raises:
-        UsageError: The file cannot be read, or is no result.
+        UsageError: The file cannot be read, or is not a result.
 
     >>> import tempfile
     >>> from torchspmd.comm import Ledger, save_ledger

@@ -7,9 +7,4 @@
 from torchspmd.testing.fake import fake_mesh, fake_world
 from torchspmd.testing.ranks import Ranks, run_ranks
 
-__all__ = [
-    "Ranks",
-    "fake_mesh",
-    "fake_world",
-    "run_ranks",
-]
+__all__ = ["Ranks", "fake_mesh", "fake_world", "run_ranks"]

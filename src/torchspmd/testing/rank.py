@@ -41,9 +41,8 @@ def serve(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with (Path(folder) / f"stack{rank}").open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
-        faulthandler.enable(
-            file=stack_file
-        )  # where a crash was, for the parent to tell
+        # Where a crash was, for the parent to tell.
+        faulthandler.enable(file=stack_file)
         torch.set_num_threads(1)
         gc.freeze()  # what the server imported stays: nothing to look for garbage in
         _answer(connection, _join, rank, world_size, backend, folder)

@@ -106,7 +106,7 @@ class Ranks:
             self._start()
         try:
             for worker in self._workers:
-                # A rank that died since the last run is told when its answer is read.
+                # A rank that died since the last run is reported when its answer is read.
                 with contextlib.suppress(OSError):
                     worker.connection.send_bytes(task)
             return self._collect(timeout, _name(fn))
@@ -163,7 +163,8 @@ class Ranks:
                 answer = worker.receive()
                 if isinstance(answer, _Failure):
                     failures.append(answer)
-                    # Other ranks may fail of this one: they must not be told instead.
+                    # Other ranks may fail because of this one, and must not be reported in
+                    # its place.
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
                 else:
                     results[worker.rank] = answer

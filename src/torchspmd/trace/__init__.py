@@ -2,6 +2,4 @@
 
 from torchspmd.trace.mode import CommDebugMode
 
-__all__ = [
-    "CommDebugMode",
-]
+__all__ = ["CommDebugMode"]

@@ -17,9 +17,7 @@ from torchspmd.comm import OWNER_KEY, Owner, Phase
 
 _PACKAGE_FOLDER = str(Path(__file__).parent.parent)
 # Functions of torchspmd itself that decide the phase, as torch's own do.
-_OWN_LANDMARKS = {
-    str(Path(_PACKAGE_FOLDER, "parallel", "clip.py")): Landmark.OPTIMIZER,
-}
+_OWN_LANDMARKS = {str(Path(_PACKAGE_FOLDER, "parallel", "clip.py")): Landmark.OPTIMIZER}
 
 # Functions seen so far, by identity (a code object's own hash reads all its bytecode).
 # Held, so that no other function can take their place; there are few.
@@ -111,7 +109,7 @@ def _remember(code: CodeType) -> tuple[CodeType, str | None]:
 def _learn(
     site: CallSite, meaning: str, frame: FrameType, in_backward: bool, with_source: bool
 ) -> None:
-    """Take in one frame of torch's that means something."""
+    """Note what one frame of torch's own code means."""
     if meaning in _PHASES:
         site.phase, site.decided = _PHASES[meaning], True
     elif meaning is Landmark.MODULE_CALL:

@@ -1,4 +1,4 @@
-"""Observe every communication operator that runs, whoever calls it.
+"""Observe every communication operator that runs, from Python, C++ or compiled code.
 
 While there is a listener, a kernel runs in front of each operator of the communication
 namespaces; without one, there is none. Other operators are not touched.
@@ -27,13 +27,13 @@ _inside = threading.local()  # operator: one is running; alone: who hears this t
 
 def listen(listener: Listener) -> Callable[[], None]:
     """Call ``listener`` before each communication; return the function that ends it."""
-    # Where torch.compile gave a region up, it looks at every Python function that runs
-    # in it, and would try to compile the recording.
+    # Where torch.compile fell back to eager for a region, it still looks at every Python
+    # function that runs in it, and would try to compile the recording.
     listener = torch.compiler.disable(listener)
     global _listeners, _remove  # noqa: PLW0603  # the dispatcher is process-wide too
     with _lock:
         if _remove is None:
-            _remove = _torch.observe(_kernels())
+            _remove = _torch.observe(_kernels(_torch.operator_generation()))
         _listeners = (*_listeners, listener)
 
     def stop() -> None:
@@ -49,8 +49,8 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def listen_alone(listener: Listener) -> Iterator[None]:
-    """Tell only ``listener`` of what this thread sends: a rehearsal is no communication."""
-    stop = listen(_ignore)  # the kernels are there
+    """Send this thread's communication to ``listener`` alone: a rehearsal sends nothing."""
+    stop = listen(lambda operator, arguments: None)  # the kernels are there
     before = getattr(_inside, "alone", None)
     _inside.alone = torch.compiler.disable(listener)
     try:
@@ -60,16 +60,8 @@ def listen_alone(listener: Listener) -> Iterator[None]:
         stop()
 
 
-def _ignore(operator: Operator, arguments: Mapping[str, Any]) -> None:
-    pass
-
-
-def _kernels() -> dict[Any, _torch.Kernel]:
-    return _build_kernels(_torch.operator_generation())
-
-
 @lru_cache(maxsize=1)
-def _build_kernels(generation: object) -> dict[Any, _torch.Kernel]:
+def _kernels(generation: object) -> dict[Any, _torch.Kernel]:
     """Listing all of torch's operators takes milliseconds: done when there may be more."""
     for function in (_run, _torch.call_below, _torch.is_tracing_for_compile):
         _torch.keep_from_compiler(function)

@@ -72,14 +72,14 @@ class Boundaries:
 
 
 # ----------------------------------------------------------------------------
-# One wrapper around every module call, for all who follow.
+# One wrapper around every module call, for all followers.
 #
-# It is there while somebody follows. Global forward hooks would not do: they end before a
-# module's own hooks run, and those often communicate.
+# It is installed while there is a follower. Global forward hooks do not serve: they return
+# before a module's own hooks run, and those often communicate.
 
 
 class Follower(Protocol):
-    """Is told when a module's call begins and ends, in the thread that makes it."""
+    """Gets the beginning and the end of every module call, in the thread that makes it."""
 
     def enter(self, module: nn.Module) -> None:
         """A call begins."""
@@ -94,7 +94,7 @@ _plain_call = nn.Module.__call__
 
 
 def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands for ``nn.Module.__call__`` while somebody follows."""
+    """Replaces ``nn.Module.__call__`` while there is a follower."""
     if torch.compiler.is_compiling():
         # Traced into a graph: what counts is the call that runs the graph.
         return _plain_call(module, *args, **kwargs)
@@ -109,7 +109,7 @@ def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_followers(module: nn.Module) -> None:
-    """Tell all of a call that happens without Python, as in a replayed CUDA graph."""
+    """Report a call that happens without Python, as in a replayed CUDA graph."""
     followers = _followers
     for follower in followers:
         follower.enter(module)
@@ -129,7 +129,7 @@ def follow(follower: Follower) -> None:
 
 
 def unfollow(follower: Follower) -> None:
-    """Tell it no more; with the last one the wrapper goes."""
+    """Stop telling it; the last one removes the wrapper."""
     global _followers  # noqa: PLW0603
     with _lock:
         _followers = tuple(other for other in _followers if other is not follower)

@@ -1,4 +1,4 @@
-"""The operators that each module ran, for whoever asks: every operator pays for it."""
+"""The operators that each module ran; only on request, as every operator pays for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,9 +45,8 @@ class OperationLog:
         self.dropped = 0
         self._room = max_operations
         self._by_place: dict[tuple[str, Phase], list[Operation]] = {}
-        self._place: tuple[str, Phase] | None = (
-            None  # of the last one: most often the next
-        )
+        # Of the last operation: most often of the next one, too.
+        self._place: tuple[str, Phase] | None = None
         self._here: list[Operation] = []
 
     def append(self, place: tuple[str, Phase], operation: Operation) -> None:

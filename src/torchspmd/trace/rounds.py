@@ -1,4 +1,4 @@
-"""Where a training iteration ends that steps several optimizers, as of a GAN."""
+"""Where an iteration ends in which several optimizers step, as in a GAN."""
 
 import weakref
 from contextlib import AbstractContextManager
@@ -12,7 +12,7 @@ __all__ = ["Rounds", "Turn"]
 
 
 class Turn(Enum):
-    """What an optimizer's step is to the iteration."""
+    """The part of an optimizer's step in its iteration."""
 
     WITHIN = "within"  # others follow
     NEW = "new"  # its first one: the iterations before were parts of one
@@ -36,7 +36,7 @@ class Rounds:
         self._last: weakref.ref[Optimizer] | None = None
 
     def after(self, *optimizers: Optimizer) -> Turn:
-        """What the step is that one optimizer has made, or several at once."""
+        """Classify a step of one optimizer, or of several at once."""
         turns = {self._after(each) for each in optimizers} or {Turn.LAST}
         return max(turns, key=list(Turn).index)
 
@@ -61,7 +61,7 @@ class Rounds:
 
     @property
     def idle(self) -> list[Optimizer]:
-        """Optimizers that are there and made no step."""
+        """Living optimizers that made no step."""
         return [each for each in self._made if each not in self._seen]
 
     def idle_text(self) -> str:

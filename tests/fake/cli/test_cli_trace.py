@@ -105,7 +105,6 @@ for _ in range(6):
     step(model, optim, torch.ones(2, 4))
 """
 
-
 TWO_OPTIMIZERS = "\n    second.step()\n    optimizer.step()"
 
 

@@ -8,25 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from layouts import S0, S1, P, R, put
+from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from torchspmd import CommDebugMode, Kind, Phase
 from torchspmd.local import local_map
 from torchspmd.testing import fake_mesh
-
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-
-def put(full: torch.Tensor, mesh: Any, *layout: Any) -> DTensor:
-    return distribute_tensor(full, mesh, layout, src_data_rank=None)
 
 
 def mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -77,10 +66,7 @@ def test_plain_tensors_among_dtensors_pass_as_they_are() -> None:
 def test_non_tensors_come_out_as_they_are(tp2: Any) -> None:
     x = put(torch.ones(4, 2), tp2, S0)
     assert local_map(lambda x: x.shape[0], None)(x) == 2
-    assert local_map(lambda x: (x, "a", None), ([S0], None, None))(x)[1:] == (
-        "a",
-        None,
-    )
+    assert local_map(lambda x: (x, "a", None), ([S0], None, None))(x)[1:] == ("a", None)
 
 
 def test_one_function_serves_many_meshes() -> None:

@@ -4,25 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import S0, S1, P, R, put
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import Shard
 
 from torchspmd import SpmdError
 from torchspmd.errors import LayoutError, UsageError
 from torchspmd.local import local_map
 from torchspmd.testing import fake_mesh
-
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-
-def put(full: torch.Tensor, mesh: Any, *layout: Any) -> DTensor:
-    return distribute_tensor(full, mesh, layout, src_data_rank=None)
 
 
 def attend(q: Any, k: Any) -> Any:
@@ -72,10 +61,7 @@ def test_redistribution_to_partial(tp2: Any) -> None:
     ("spec", "text"),
     [
         (([S0],), "in_placements has 1 entry for 2 arguments (2 leaves)"),
-        (
-            ([S0],) * 3,
-            "in_placements has 3 entries for 2 arguments (2 leaves)",
-        ),
+        (([S0],) * 3, "in_placements has 3 entries for 2 arguments (2 leaves)"),
         (([R], ([R], [R])), "in_placements[1] is a tuple of 2, but one tensor is"),
         ((R, [R]), "in_placements[0] is Replicate(), but one tensor is there"),
         (

@@ -6,13 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from layouts import S0, P, R, put
 
 from torchspmd.errors import LayoutError
 from torchspmd.local import local_map
@@ -20,14 +14,8 @@ from torchspmd.testing import fake_mesh
 
 pytestmark = [
     # torch's own word about an in-place collective, in backward
-    pytest.mark.filterwarnings("ignore:c10d.*autograd kernel was not registered"),
+    pytest.mark.filterwarnings("ignore:c10d.*autograd kernel was not registered")
 ]
-
-R, P, S0 = Replicate(), Partial(), Shard(0)
-
-
-def put(full: torch.Tensor, mesh: Any, *layout: Any) -> DTensor:
-    return distribute_tensor(full, mesh, layout, src_data_rank=None)
 
 
 def reduce_in_place(x: Any, w: Any) -> Any:
@@ -143,10 +131,7 @@ def test_collectives_that_send_a_tensor_with_a_gradient(tp2: Any, body: Any) -> 
 def test_in_place_collectives_that_somebody_answers_for(tp2: Any) -> None:
     x = put(torch.ones(4, 3), tp2, S0)
     w = put(torch.ones(3), tp2, R).requires_grad_()
-    for options in (
-        {"out_grad_placements": [R]},
-        {"in_grad_placements": (None, [P])},
-    ):
+    for options in ({"out_grad_placements": [R]}, {"in_grad_placements": (None, [P])}):
         local_map(reduce_in_place, [R], ([S0], [R]), **options)(x, w).backward()
         assert w.grad is not None
         # The whole gradient enters; fake reductions leave each rank's own term.

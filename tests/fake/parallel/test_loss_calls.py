@@ -72,8 +72,7 @@ def test_a_dtensor_of_another_number_of_classes(tp4: object) -> None:
 
 def test_a_weight_for_the_local_classes_only(tp4: object) -> None:
     with pytest.raises(
-        LayoutError,
-        match=r"4 classes on this rank; of the 4 classes of weight.*1\.",
+        LayoutError, match=r"4 classes on this rank; of the 4 classes of weight.*1\."
     ):
         vocab_parallel_cross_entropy(
             torch.randn(6, 4), TARGET, mesh=tp4, weight=torch.ones(4)

@@ -114,16 +114,10 @@ def test_a_keyword_input_with_gradient_for_experts() -> None:
 
 # --- second styles --------------------------------------------------------------------
 INPUT = PrepareModuleInput(input_layouts=S, desired_input_layouts=R)
-
-
 OUTPUT = PrepareModuleOutput(output_layouts=S, desired_output_layouts=R)
 
-
 BOTH = PrepareModuleInputOutput(
-    input_layouts=S,
-    desired_input_layouts=R,
-    output_layouts=S,
-    desired_output_layouts=R,
+    input_layouts=S, desired_input_layouts=R, output_layouts=S, desired_output_layouts=R
 )
 
 
@@ -197,8 +191,7 @@ def fused_on(mesh: Any) -> tuple[nn.Module, Any, ParallelStyle]:
 
 @pytest.mark.parametrize("source", [0, None])
 def test_a_fused_layer_with_replicated_parts_copies_and_pickles(
-    tp2: Any,
-    source: int | None,
+    tp2: Any, source: int | None
 ) -> None:
     model = parallelize_module(*fused_on(tp2), src_data_rank=source)
     for _ in range(2):

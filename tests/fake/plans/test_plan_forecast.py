@@ -216,14 +216,7 @@ def test_layers_that_share_a_dtensor_sum_its_gradient_once(local_output):
 def test_an_output_that_is_a_dtensor_is_summed_where_it_was_made():
     down = RowwiseParallel(use_local_output=False)
     model = nn.Sequential(MLP(), Three())
-    plan = Plan(
-        {
-            "0.up": COLWISE,
-            "0.down": down,
-            "1.[qkv]": COLWISE,
-            "1.o": ROWWISE,
-        }
-    )
+    plan = Plan({"0.up": COLWISE, "0.down": down, "1.[qkv]": COLWISE, "1.o": ROWWISE})
     check(model, plan, (features(2, 8, 12),))
 
 
@@ -305,10 +298,7 @@ def test_a_replicated_module_beside_sharded_ones(local_output):
 def test_a_replicated_module_gathers_a_dtensor():
     model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
     plan = Plan(
-        {
-            "0": ColwiseParallel(use_local_output=False),
-            "1": ReplicateParallel(),
-        }
+        {"0": ColwiseParallel(use_local_output=False), "1": ReplicateParallel()}
     )
     check(model, plan, (features(2, 8, 12),))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from training import train as step
 from training import train_clipped
 
 from torchspmd.comm import Kind
@@ -16,14 +17,6 @@ from torchspmd.step import DataParallel, GraphModuleTransformation, Override, co
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.passes import comm_fusion_with_concat
 from torchspmd.testing import fake_world
-
-
-def step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def run(function=step, width=8, layers=3, size=4, **options):
@@ -103,7 +96,7 @@ def test_overlap_defers_updates(caplog):
         program, compiled = run(parallel="replicate", overlap=True)
     assert program.is_deferring
     assert "made in the next step" in compiled.explain()
-    assert caplog.messages[-1].startswith("step: flush took ")
+    assert caplog.messages[-1].startswith("train: flush took ")
 
 
 def test_no_overlap():
@@ -335,7 +328,7 @@ async def asynchronous_generator(model, optim, batch):
         (generator, "a step that is a generator (yield) does its work after"),
         (functools.partial(generator, None), "'generator': a step that is a generator"),
         (asynchronous_generator, "a step that is an asynchronous generator does its"),
-        (compile(step), "'step': it is compiled already"),
+        (compile(step), "'train': it is compiled already"),
     ],
 )
 def test_functions_that_are_no_step(function, text):
@@ -349,7 +342,7 @@ class Step:
 
 
 @pytest.mark.parametrize(
-    ("function", "name"), [(functools.partial(step), "step"), (Step(), "Step")]
+    ("function", "name"), [(functools.partial(step), "train"), (Step(), "Step")]
 )
 def test_ranks_know_a_callable_object_by_one_name(function, name):
     """Its ``repr`` has an address, which other ranks would wait for in vain."""

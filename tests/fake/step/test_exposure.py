@@ -9,6 +9,7 @@ import torch.distributed as dist
 from clock import Clock
 from edit_graphs import GraphBuilder, aten, c10d
 from torch import fx, nn
+from training import train_sum
 
 from torchspmd import _torch
 from torchspmd.errors import UsageError
@@ -25,8 +26,6 @@ MILLISECONDS = 30  # of any collective, one after the other
 
 # All collectives take a second in the simulation, and computing nothing.
 SLOW_PAPER = CostModel(1e30, 1e30, 1e30, launch_seconds=0.0, latency_seconds=1.0)
-
-
 CLOCK = Clock()
 
 
@@ -288,10 +287,7 @@ COST = CostModel(
     latency_seconds=0.0,
 )
 
-
 MATMUL = 2 * BATCH * WIDTH * WIDTH / 1e9
-
-
 REDUCED = 2 * (4 - 1) / 4 * WIDTH * WIDTH * 4 / 1e6  # an all-reduce on 4 ranks
 
 
@@ -315,15 +311,8 @@ def timelines(cost, **deferral):
             *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
         )
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        @compile(
-            gm_transformation=transformation, parallel_mode=DataParallel("replicate")
-        )
-        def step(model, optim, batch):
-            model(batch).sum().backward()
-            optim.step()
-            optim.zero_grad()
-
+        mode = DataParallel("replicate")
+        step = compile(train_sum, gm_transformation=transformation, parallel=mode)
         step(model, optim, torch.ones(BATCH, WIDTH), last_train_step=True)
     return found
 
@@ -359,9 +348,8 @@ def test_what_is_exposed_has_a_reason():
 def test_a_fast_wire_is_hidden():
     fast = CostModel(1e9, 1e30, 1e9, launch_seconds=0.0, latency_seconds=0.0)
     _, scheduled, deferred = timelines(fast)
-    assert (
-        scheduled.exposed_seconds > 0.0
-    )  # the last gradient has nothing to hide behind
+    # The last gradient has nothing to hide behind.
+    assert scheduled.exposed_seconds > 0.0
     assert deferred.step_seconds <= scheduled.step_seconds
     assert all(each.exposed_seconds == 0 for each in deferred.exposures[1:])
 

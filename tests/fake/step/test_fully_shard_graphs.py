@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 from training import DoublesGradients, train_keeping_gradients
 from training import train as step
+from training import train_keeping_gradients as step_hooks
 
 from torchspmd import CommDebugMode
 from torchspmd.comm import Phase
@@ -32,8 +33,6 @@ from torchspmd.step.passes.pipeline import default_passes
 from torchspmd.testing import fake_mesh
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-
-
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -476,12 +475,6 @@ PLAN = {
 }
 
 
-def step_hooks(model, optim, batch):
-    optim.zero_grad()
-    model(batch).square().mean().backward()
-    optim.step()
-
-
 def build(mesh):
     model = parallelize_module(HooksNet(), mesh["tp"], PLAN)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -490,9 +483,7 @@ def build(mesh):
 def test_hooks_of_our_styles():
     with fake_mesh((2, 2), ("dp", "tp")) as mesh:
         model, optim = build(mesh)
-        assert all(
-            p._backward_hooks for p in model.parameters()
-        )  # or nothing is tested
+        assert all(p._backward_hooks for p in model.parameters())  # else no test
         compiled = compile(parallel_mode=MODE, mesh=mesh["dp"])(step_hooks)
         compiled(model, optim, torch.randn(4, 8))
     names = {len(p.placements) for p in model.parameters()}
@@ -646,8 +637,6 @@ class Scaled(nn.Module):
 
 
 COUNTERS = {torch.optim.NAdam: {"step", "mu_product"}}
-
-
 COUNTERS[torch.optim.ASGD] = {"step", "eta", "mu"}
 
 
@@ -776,6 +765,4 @@ def test_what_replicas_hold_is_reduced_in_the_bucket_that_was_scattered():
     assert len(scatters) == len(sums) == 3
     for scatter, total in zip(scatters[:-1], sums[:-1], strict=True):
         between = list(program.graph.graph.nodes)[position[scatter] : position[total]]
-        assert any(
-            "mm" in str(node.target) for node in between
-        )  # it computes meanwhile
+        assert any("mm" in str(node.target) for node in between)  # it computes

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from training import train_sum as step
 
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.parallel import ColwiseParallel, parallelize_module
@@ -14,12 +15,6 @@ from torchspmd.step import DataParallel, compile
 from torchspmd.testing import fake_mesh
 
 MODE = DataParallel("fully_shard")
-
-
-def step(model, optim, batch):
-    model(batch).sum().backward()
-    optim.step()
-    optim.zero_grad()
 
 
 def mlp():

@@ -6,17 +6,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from training import train_keeping_gradients as cleared_first
 from training import train_silently
 
 from torchspmd.errors import PassWarning
 from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.testing import fake_world
-
-
-def cleared_first(model, optim, batch):
-    optim.zero_grad()
-    model(batch).square().mean().backward()
-    optim.step()
 
 
 def cleared_first_by_the_model(model, optim, batch):

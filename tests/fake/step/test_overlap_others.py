@@ -17,9 +17,7 @@ from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.testing import fake_world
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::torchspmd.errors.PassWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::torchspmd.errors.PassWarning")]
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 

@@ -14,12 +14,7 @@ from torchspmd.step import DataParallel, IterGraphModule, compile
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import LiveBytes
 from torchspmd.step.graph.simulate import simulate, simulate_steady
-from torchspmd.step.passes import (
-    baseline,
-    defer_updates,
-    pacing,
-    schedule_comm_wait,
-)
+from torchspmd.step.passes import baseline, defer_updates, pacing, schedule_comm_wait
 from torchspmd.step.passes.pacing import Reduction, update_places
 from torchspmd.step.passes.pipeline import choose_bucket_size
 from torchspmd.step.passes.runner import observing_passes

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from comm_graphs import (
-    all_gather,
-    all_reduce,
-    captured,
-    names,
-    ops,
-    reduce_scatter,
-)
+from comm_graphs import all_gather, all_reduce, captured, names, ops, reduce_scatter
 from torch import nn
 from training import train_silently
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from comm_graphs import all_reduce, captured, names, ops
 from torch import nn
+from training import train_own_loss as train_step
 
 from torchspmd.errors import LegalityError, PassOrderError, PassWarning, UsageError
 from torchspmd.step import (
@@ -274,14 +275,6 @@ class Tied(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.body(self.table(tokens)).relu()).square().mean()
-
-
-def train_step(model, optim, tokens):
-    loss = model(tokens)
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from comm_graphs import (
-    all_gather,
-    all_reduce,
-    captured,
-    names,
-    ops,
-    reduce_scatter,
-)
+from comm_graphs import all_gather, all_reduce, captured, names, ops, reduce_scatter
 from torch import nn
 from training import train_silently
 
@@ -28,11 +21,7 @@ from torchspmd.step.passes import (
     remove_dead_code,
     schedule_comm_wait,
 )
-from torchspmd.step.passes.overlap import (
-    Transfer,
-    plan_transfers,
-    simulate_transfers,
-)
+from torchspmd.step.passes.overlap import Transfer, plan_transfers, simulate_transfers
 from torchspmd.testing import fake_mesh
 
 

@@ -11,9 +11,7 @@ from torchspmd.step import DataParallel, GraphModuleTransformation, compile
 from torchspmd.step.passes import remove_copy_from_optimizer
 from torchspmd.testing import fake_mesh
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::torchspmd.errors.PassWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::torchspmd.errors.PassWarning")]
 
 TRANSFORMATIONS = {
     "default": lambda: GraphModuleTransformation(enable_graph_optimization=True),

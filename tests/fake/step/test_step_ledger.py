@@ -159,9 +159,7 @@ def test_a_step_whose_groups_were_destroyed():
         enable_graph_optimization=True, overlap_iterations=True
     )
     step = compile(
-        train,
-        parallel_mode=DataParallel("replicate"),
-        gm_transformation=overlapping,
+        train, parallel_mode=DataParallel("replicate"), gm_transformation=overlapping
     )
     with fake_mesh(2, names=("data",)):
         for _ in range(3):

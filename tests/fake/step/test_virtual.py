@@ -36,8 +36,6 @@ from torchspmd.step.virtual.ranks import lay_out
 from torchspmd.testing import fake_mesh
 
 c10d = torch.ops._c10d_functional
-
-
 ADAMW = torch.ops.aten._fused_adamw.tensor_lr
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
+from training import train
 
 from torchspmd import CommDebugMode, DataParallel, compile
 from torchspmd.testing import fake_mesh
@@ -123,10 +124,7 @@ def test_gradients_of_compiled_modules_belong_to_their_owners():
         compiled(torch.ones(2, 4)).sum().backward()
     assert {
         key: total.count for key, total in mode.ledger.total_by("module").items()
-    } == {
-        ("Sequential.0",): 2,
-        ("Sequential.1",): 2,
-    }
+    } == {("Sequential.0",): 2, ("Sequential.1",): 2}
 
 
 def test_tracing_with_make_fx_counts_each_communication_once():
@@ -147,13 +145,7 @@ def test_plain_calls_after_recording_are_left_alone():
         assert "fallthrough" in line
 
 
-@compile(parallel_mode=DataParallel("replicate"))
-def compiled_step(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
+compiled_step = compile(train, parallel_mode=DataParallel("replicate"))
 
 
 def test_compiled_steps_are_counted_once_with_module_and_phase():

@@ -39,7 +39,6 @@ def x(*shape):
 
 WORLD = 8
 
-
 IN_PLACE = [
     (lambda: dist.all_reduce(x()), c10d.allreduce_, Kind.ALL_REDUCE, 32, 56),
     (lambda: dist.broadcast(x(), 0), c10d.broadcast_, Kind.BROADCAST, 32, 28),
@@ -99,7 +98,6 @@ def test_torch_distributed_calls(mesh, call, packet, kind, payload, wire):
 
 native, autograd = torch.ops._c10d_functional, torch.ops._c10d_functional_autograd
 
-
 FUNCTIONAL = [
     (lambda g: native.all_reduce(x(), "sum", g), "all_reduce", 32),
     (lambda g: native.all_reduce_(x(), "sum", g), "all_reduce", 32),
@@ -108,11 +106,7 @@ FUNCTIONAL = [
         "all_reduce_coalesced",
         48,
     ),
-    (
-        lambda g: native.all_gather_into_tensor(x(), 4, g),
-        "all_gather_into_tensor",
-        128,
-    ),
+    (lambda g: native.all_gather_into_tensor(x(), 4, g), "all_gather_into_tensor", 128),
     (
         lambda g: native.all_gather_into_tensor_out(x(), 4, g, out=x(32)),
         "all_gather_into_tensor",
@@ -378,8 +372,6 @@ def activation(seq=SEQ):
 
 
 ACTIVATION = BATCH * SEQ * WIDTH * FLOAT
-
-
 PARAMETERS = sum(p.numel() for p in Block().parameters()) * FLOAT
 
 

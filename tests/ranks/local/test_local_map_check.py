@@ -6,22 +6,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from layouts import S0, S1, P, R, leaf
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 from torchspmd import CommDebugMode
 from torchspmd.errors import CheckError, LayoutError
 from torchspmd.local import local_map
 
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
 
 def make_mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def put(full, mesh, layout):
-    return distribute_tensor(full, mesh, layout, src_data_rank=None).requires_grad_()
 
 
 def violation(call):
@@ -35,8 +30,8 @@ def violation(call):
 
 def tensors(x_layout, w_layout, n=12):
     mesh = make_mesh()
-    x = put(torch.arange(2.0 * n).reshape(2, n) / 7, mesh, x_layout)
-    w = put(torch.arange(3.0 * n).reshape(n, 3) / 5, mesh, w_layout)
+    x = leaf(torch.arange(2.0 * n).reshape(2, n) / 7, mesh, x_layout)
+    w = leaf(torch.arange(3.0 * n).reshape(n, 3) / 5, mesh, w_layout)
     return x, w
 
 
@@ -149,7 +144,7 @@ def test_a_gradient_that_is_summed_twice(ranks3: Any) -> None:
 def run_badly_cut():
     mesh = make_mesh()
     rank = dist.get_rank()
-    x = put(torch.ones(4, 2), mesh, [R])
+    x = leaf(torch.ones(4, 2), mesh, [R])
     mapped = local_map(
         lambda x: x[: 3 if rank == 0 else 1], [S0], ([R],), out_shapes=(4, 2)
     )
@@ -169,7 +164,7 @@ def test_pieces_of_another_size(ranks2: Any) -> None:
 def run_pieces_unseen():
     """Sizes that one rank cannot know to be wrong."""
     mesh, rank = make_mesh(), dist.get_rank()
-    x = put(torch.ones(4, 2), mesh, [R])
+    x = leaf(torch.ones(4, 2), mesh, [R])
     uneven = local_map(lambda x: x[: 1 + rank], [S0], ([R],), check=True)
     return violation(lambda: uneven(x))
 
@@ -181,7 +176,7 @@ def test_pieces_that_only_all_ranks_can_judge(ranks2: Any) -> None:
 
 def run_nan_and_dtypes():
     mesh = make_mesh()
-    x = put(torch.tensor([1.0, float("nan"), 3.0]), mesh, [R])
+    x = leaf(torch.tensor([1.0, float("nan"), 3.0]), mesh, [R])
     flags = distribute_tensor(torch.tensor([True, False]), mesh, [R])
     numbers = distribute_tensor(torch.ones(2, dtype=torch.complex64), mesh, [R])
     same = local_map(lambda *t: t, ([R], [R], [R]), check=True)
@@ -233,7 +228,7 @@ def test_checks_are_marked_in_the_ledger(ranks2: Any) -> None:
 def run_wrong_size_on_one_rank():
     """One row for two ranks, declared as replicas of the whole: rank 1 has none of it."""
     mesh = make_mesh()
-    x = put(torch.ones(1, 4), mesh, [S0])
+    x = leaf(torch.ones(1, 4), mesh, [S0])
     shapes = ((1, 4), (1, 4))
     mapped = local_map(
         lambda x: (x * 2, x * 3), ([S0], [R]), ([S0],), out_shapes=shapes, check=True

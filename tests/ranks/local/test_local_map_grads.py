@@ -6,37 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from layouts import S0, S1, P, R, all_gather, leaf_of_terms, reduce_scatter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import Partial, distribute_tensor
 
 from torchspmd.local import local_map
-
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-# torch 2.11 has other names for them.
-all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-reduce_scatter = (
-    getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
-)
-
-
-def place(full, mesh, layout):
-    """A DTensor of the whole value; partial ones get unequal terms that add up."""
-    whole = [R if entry.is_partial() else entry for entry in layout]
-    tensor = distribute_tensor(full, mesh, whole, src_data_rank=None).to_local()
-    for axis, entry in enumerate(layout):
-        if entry.is_partial():
-            size, rank = mesh.size(axis), mesh.get_local_rank(axis)
-            tensor = tensor * (2 * (rank + 1) / (size * (size + 1)))
-    return DTensor.from_local(
-        tensor, mesh, layout, shape=full.shape, stride=full.stride()
-    ).requires_grad_()
 
 
 def check_parity(mesh, mapped, whole, shapes, layouts, *, out=None):
@@ -47,7 +21,8 @@ def check_parity(mesh, mapped, whole, shapes, layouts, *, out=None):
     weight = torch.randn_like(expected)
     (expected * weight).sum().backward()
     tensors = [
-        place(f.detach(), mesh, lay) for f, lay in zip(fulls, layouts, strict=True)
+        leaf_of_terms(f.detach(), mesh, lay)
+        for f, lay in zip(fulls, layouts, strict=True)
     ]
     result = mapped(*tensors)
     if out is not None:
@@ -194,7 +169,7 @@ def run_residual():
     shared = single[0].sin()
     loss = (shared @ single[1]).square().sum() + (shared * shared.exp()).sum()
     loss.backward()
-    a, b = place(x, mesh, [R]), place(w, mesh, [S1])
+    a, b = leaf_of_terms(x, mesh, [R]), leaf_of_terms(w, mesh, [S1])
     shared = a.sin()
     y = local_map(mm, [S1], ([R], [S1]), check=True)(shared, b)
     loss = y.square().sum().redistribute(placements=[R]) + (shared * shared.exp()).sum()
@@ -221,7 +196,7 @@ def run_several_outputs():
         whole = [y.exp().sum(), y.sum(0).sin().sum(), y.square().sum() ** 2]
         whole.append(single[1].square().sum() ** 3)
         sum(whole[i] for i in used).backward()
-        a, b = place(x, mesh, [S0]), place(w, mesh, [R])
+        a, b = leaf_of_terms(x, mesh, [S0]), leaf_of_terms(w, mesh, [R])
         out = ([S0], [P], [R], [R], [S0])
         got = local_map(body, out, ([S0], [R]), check=True)(a, b)
         parts = [

@@ -7,18 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from layouts import S0, S1, P, R, leaf
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from torchspmd.local import local_map
-
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-
-def put(full, mesh, layout):
-    tensor = distribute_tensor(full.detach(), mesh, layout, src_data_rank=None)
-    return tensor.requires_grad_()
 
 
 def mlp(x, up, down):
@@ -40,7 +33,7 @@ def compare(mesh, layouts, call):
     fulls = inputs()
     expected = mlp(*fulls)
     expected.square().sum().backward()
-    tensors = [put(f, mesh, la) for f, la in zip(fulls, layouts, strict=True)]
+    tensors = [leaf(f, mesh, la) for f, la in zip(fulls, layouts, strict=True)]
     result = call(*tensors)
     result.redistribute(placements=[R] * mesh.ndim).square().sum().backward()
     torch.testing.assert_close(result.full_tensor(), expected)
@@ -86,7 +79,7 @@ def run_compiled(backend):
     reduced = local_map(mlp_reduced, [R], ONE_AXIS)
     try:
         torch.compile(reduced, backend=backend, fullgraph=True)(
-            *[put(f, mesh, la) for f, la in zip(inputs(), ONE_AXIS, strict=True)]
+            *[leaf(f, mesh, la) for f, la in zip(inputs(), ONE_AXIS, strict=True)]
         )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -135,7 +128,7 @@ def run_module():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     fulls = inputs()
     mlp(*fulls).square().sum().backward()
-    x, up, down = (put(f, mesh, la) for f, la in zip(fulls, ONE_AXIS, strict=True))
+    x, up, down = (leaf(f, mesh, la) for f, la in zip(fulls, ONE_AXIS, strict=True))
     module = Mlp(up, down)
     mapped = local_map(lambda module, x: module(x), [P], (None, [R]), check=True)
     for _ in range(2):

@@ -9,21 +9,11 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from layouts import S0, S1, P, R, all_gather, leaf_of_terms
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import distribute_tensor
 
 from torchspmd.local import local_map
-
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-
-# torch 2.11 has another name for it.
-all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 
 # How the ranks of one axis share the product of x (rows, inner) and w (inner, columns):
 # layouts of x, w, the bias, and of the result.
@@ -72,18 +62,6 @@ def cases(draw: Any, mesh: tuple[int, ...]) -> Case:
         draw(st.booleans()),
         draw(st.booleans()),
     )
-
-
-def place(full, mesh, layout):
-    whole = [R if entry.is_partial() else entry for entry in layout]
-    local = distribute_tensor(full, mesh, whole, src_data_rank=None).to_local()
-    for axis, entry in enumerate(layout):
-        if entry.is_partial():
-            size, rank = mesh.size(axis), mesh.get_local_rank(axis)
-            local = local * (2 * (rank + 1) / (size * (size + 1)))
-    return DTensor.from_local(
-        local, mesh, layout, shape=full.shape, stride=full.stride()
-    ).requires_grad_()
 
 
 def single(x, w, bias, activation):
@@ -145,7 +123,9 @@ def run_case(case):
             [R if not entry.is_partial() else entry for entry in layout]
             for layout in layouts
         ]
-    tensors = [place(f.detach(), mesh, la) for f, la in zip(fulls, start, strict=True)]
+    tensors = [
+        leaf_of_terms(f.detach(), mesh, la) for f, la in zip(fulls, start, strict=True)
+    ]
     if has_bias and not case.has_bias_grad:
         tensors[2].requires_grad_(False)
     body = make_body(case, mesh, activation)

@@ -5,20 +5,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from layouts import S0, S1, P, R, leaf
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.experimental import local_map as torch_local_map
 
 from torchspmd.errors import LayoutError
 from torchspmd.local import local_map
-
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 def make_mesh():
@@ -28,10 +21,6 @@ def make_mesh():
 def whole(tensor):
     """The gathered gradient of a leaf."""
     return tensor.grad.full_tensor()
-
-
-def put(full, mesh, layout):
-    return distribute_tensor(full, mesh, layout, src_data_rank=None).requires_grad_()
 
 
 def refusal(call, *args):
@@ -64,7 +53,7 @@ def run_split_work(which):
     moe(*single).square().sum().backward()
     layouts = ([R], [R], [S1])
     tensors = [
-        put(t, mesh, layout)
+        leaf(t, mesh, layout)
         for t, layout in zip((x, router, experts), layouts, strict=True)
     ]
     mapped = which(moe, [S1], layouts)
@@ -90,8 +79,8 @@ def test_replicated_input_of_split_work(ranks2: Any) -> None:
 
 def run_partial_round_trip(which):
     mesh = make_mesh()
-    x = put(torch.tensor([1.0, 2.0]), mesh, [R])
-    w = put(torch.tensor([3.0, 5.0]), mesh, [S0])
+    x = leaf(torch.tensor([1.0, 2.0]), mesh, [R])
+    w = leaf(torch.tensor([3.0, 5.0]), mesh, [S0])
     partial = (x * w).sum() * torch.ones(2)[0]
     assert partial.placements == (P,)
     same = which(lambda t: t, [P], ([P],))(partial)
@@ -111,7 +100,7 @@ def test_round_trip_of_a_partial_tensor(ranks2: Any) -> None:
 
 def run_uneven(which):
     mesh = make_mesh()
-    x = put(torch.arange(14.0).reshape(7, 2), mesh, [S0])
+    x = leaf(torch.arange(14.0).reshape(7, 2), mesh, [S0])
     y = which(lambda t: t * 2, [S0], ([S0],))(x)
     return tuple(y.shape)
 
@@ -164,7 +153,7 @@ def test_trees(ranks2: Any) -> None:
 
 def run_none(which):
     mesh = make_mesh()
-    x, w = put(torch.ones(4, 2), mesh, [S0]), put(torch.ones(2, 3), mesh, [R])
+    x, w = leaf(torch.ones(4, 2), mesh, [S0]), leaf(torch.ones(2, 3), mesh, [R])
     try:
         y = which(lambda x, w: x @ w, [S0], ([S0], None))(x, w)
     except AssertionError as error:
@@ -175,7 +164,7 @@ def run_none(which):
 
 def run_keyword(which):
     mesh = make_mesh()
-    x, w = put(torch.ones(4, 2), mesh, [S0]), put(torch.ones(2, 3), mesh, [R])
+    x, w = leaf(torch.ones(4, 2), mesh, [S0]), leaf(torch.ones(2, 3), mesh, [R])
     seen = []
 
     def body(x, *, w):
@@ -207,7 +196,7 @@ def mm_all_reduce(x, w):
 
 def run_reduction(which):
     mesh = make_mesh()
-    x, w = put(torch.ones(2, 4), mesh, [S1]), put(torch.ones(4, 3), mesh, [S0])
+    x, w = leaf(torch.ones(2, 4), mesh, [S1]), leaf(torch.ones(4, 3), mesh, [S0])
     y = which(mm_all_reduce, [R], ([S1], [S0]))(x, w)
     y.sum().backward()
     return whole(x)[0, 0].item(), whole(w)[0, 0].item()
@@ -245,13 +234,10 @@ def run_custom_reduction():
         dist.all_reduce(y.detach())
         return y
 
-    x, w = put(torch.ones(2, 4), mesh, [S1]), put(torch.ones(4, 3), mesh, [S0])
+    x, w = leaf(torch.ones(2, 4), mesh, [S1]), leaf(torch.ones(4, 3), mesh, [S0])
     texts = [refusal(local_map(f, [R], layouts), x, w) for f in (body, in_place)]
     grads = []
-    for options in (
-        {"out_grad_placements": [R]},
-        {"in_grad_placements": layouts},
-    ):
+    for options in ({"out_grad_placements": [R]}, {"in_grad_placements": layouts}):
         x.grad = w.grad = None
         local_map(body, [R], layouts, check=True, **options)(x, w).sum().backward()
         grads.append((whole(x)[0, 0].item(), whole(w)[0, 0].item()))
@@ -276,7 +262,7 @@ def run_forward_only():
     """Without a gradient nothing is refused for its sake."""
     mesh = make_mesh()
     x = distribute_tensor(torch.ones(2, 4), mesh, [S1])
-    w = put(torch.ones(4, 3), mesh, [S0])
+    w = leaf(torch.ones(4, 3), mesh, [S0])
     mapped = local_map(lambda x, w: CopyThrough.apply(x @ w), [R], ([S1], [S0]))
     with torch.no_grad():
         first = mapped(x, w).full_tensor()
@@ -289,7 +275,7 @@ def test_forward_only_is_never_refused(ranks2: Any) -> None:
 
 def run_redundant():
     mesh = make_mesh()
-    x, w = put(torch.ones(2, 4), mesh, [R]), put(torch.ones(4, 3), mesh, [R])
+    x, w = leaf(torch.ones(2, 4), mesh, [R]), leaf(torch.ones(4, 3), mesh, [R])
     text = refusal(local_map(lambda x, w: x @ w, [R], ([R], [R]), ([P], [R])), x, w)
     upstream = torch_local_map(lambda x, w: x @ w, [R], ([R], [R]), ([P], [R]))
     upstream(x, w).sum().backward()
@@ -305,7 +291,7 @@ def test_redundant_reduction(ranks2: Any) -> None:
 
 def run_averaged():
     mesh = make_mesh()
-    x, w = put(torch.ones(2, 4), mesh, [S0]), put(torch.ones(4, 3), mesh, [R])
+    x, w = leaf(torch.ones(2, 4), mesh, [S0]), leaf(torch.ones(4, 3), mesh, [R])
 
     def body(x, w):
         return mm_all_reduce(x, w).sum()
@@ -322,7 +308,7 @@ def test_a_mean_of_divided_gradients(ranks2: Any) -> None:
 
 def run_other_reductions():
     mesh = make_mesh()
-    x = put(torch.ones(4, 2), mesh, [S0])
+    x = leaf(torch.ones(4, 2), mesh, [S0])
     most = local_map(lambda x: x.amax(0), [Partial("max")], ([S0],))
     mean = DTensor.from_local(torch.ones(2), mesh, [Partial("avg")]).requires_grad_()
     same = local_map(lambda x: x * 2, [Partial("avg")], ([Partial("avg")],))
@@ -352,7 +338,7 @@ def keep_two(x):
 
 def make_pieces():
     mesh = make_mesh()
-    x = put(torch.ones(8, 2), mesh, [S0])
+    x = leaf(torch.ones(8, 2), mesh, [S0])
     found = []
     for body in (keep_two, keep_some):
         try:

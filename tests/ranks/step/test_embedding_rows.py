@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training import train_own_loss as train_step
+from training import train_sum
 
 from torchspmd.errors import AgreementError
 from torchspmd.step import (
@@ -37,14 +39,6 @@ class Net(nn.Module):
         )
 
 
-def train_step(model, optim, batch):
-    loss = model(batch)
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
-
-
 def make(tied):
     torch.manual_seed(0)
     model = Net(tied=tied)
@@ -67,9 +61,7 @@ def follow_ddp(tied, overlap, verify):
     ddp = DistributedDataParallel(theirs)
     passes = transformation(overlap)
     step = compile(
-        gm_transformation=passes,
-        parallel_mode=DataParallel("replicate"),
-        verify=verify,
+        gm_transformation=passes, parallel_mode=DataParallel("replicate"), verify=verify
     )(train_step)
     draw = torch.Generator().manual_seed(dist.get_rank())
     with step as run:
@@ -190,13 +182,7 @@ def shapes_of_one_model():
     """How often ranks had to meet for programs that reduce the same gradients."""
     model = nn.Linear(4, 4)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(model, optim, x):
-        model(x).sum().backward()
-        optim.step()
-        optim.zero_grad()
-
-    run = compile(parallel_mode=DataParallel("replicate"))(step)
+    run = compile(train_sum, parallel_mode=DataParallel("replicate"))
     for size in (2, 4, 2, 4, 2 + 2 * dist.get_rank()):
         run(model, optim, torch.ones(size, 4))
     return run._switches._count

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from training import train
 
 from torchspmd import _torch
 from torchspmd.errors import AgreementError, SpmdError
@@ -23,21 +24,11 @@ def build(kind):
     transformation = None
     if kind != "captured":
         transformation = GraphModuleTransformation(
-            enable_graph_optimization=True,
-            overlap_iterations=True,
-            bucket_size_mb=0.02,
+            enable_graph_optimization=True, overlap_iterations=True, bucket_size_mb=0.02
         )
     mode = DataParallel("replicate")
     step = compile(gm_transformation=transformation, parallel_mode=mode)(train)
     return step, model, optim, torch.randn(8, WIDTH)
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
 
 
 def follow(kind, measure):

@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from training import train_detached as train
 
 from torchspmd.errors import CaptureError, UsageError
 from torchspmd.step import DataParallel, compile
@@ -20,14 +21,6 @@ class Tied(nn.Module):
 
     def forward(self, x):
         return self.head(self.rnn(self.embed(x))[0])
-
-
-def train(model, optim, x):
-    loss = model(x).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
 
 
 def evaluated():

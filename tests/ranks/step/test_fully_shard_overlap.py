@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from training import train_in_float as train
 
 from torchspmd.step import DataParallel, compile
 
@@ -24,14 +25,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.head(self.blocks(x))
-
-
-def train(model, optim, batch):
-    loss = model(batch).float().square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
 
 
 def batch_of(step):

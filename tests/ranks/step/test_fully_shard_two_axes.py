@@ -89,7 +89,6 @@ WHOLE_PLAN = {
     "down": RowwiseParallel(),
 }
 
-
 SEQUENCE_PLAN = {
     "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "norm1": SequenceParallel(use_local_output=True),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from training import train_in_float as train
 
 from torchspmd.step import DataParallel, compile
 
@@ -27,14 +28,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.down(torch.relu(self.norm(self.up(x))))
-
-
-def train(model, optim, batch):
-    loss = model(batch).float().square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
 
 
 def accumulate(model, optim, batch):

@@ -45,9 +45,7 @@ def compiled_by_measuring():
         enable_graph_optimization=True, overlap_iterations=True, cost="measure"
     )
     compiled = compile(
-        train,
-        gm_transformation=transformation,
-        parallel_mode=DataParallel("replicate"),
+        train, gm_transformation=transformation, parallel_mode=DataParallel("replicate")
     )
     with compiled:
         for _ in range(3):
@@ -80,11 +78,7 @@ def hybrid_by_measuring():
         shadow=0,
     )
     with compiled:
-        compiled(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            torch.ones(8, 64),
-        )
+        compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(8, 64))
         told = compiled.explain()
     cost = transformation.cost
     events = compiled.programs[-1].ledger.events

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from training import train_in_float as plain
 
 from torchspmd.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchspmd.step import DataParallel, compile
@@ -117,9 +118,8 @@ def test_every_policy_has_the_bits_of_fsdp2(ranks2):
     for found in ranks2.run(run_policies):
         for (difference, told, sent), dtypes in zip(found, wanted, strict=True):
             assert difference == 0.0
-            assert (
-                "equal bits" in told
-            )  # the shadow steps compute in this precision too
+            # The shadow steps compute in this precision too.
+            assert "equal bits" in told
             gathered, reduced = (str(each).removeprefix("torch.") for each in dtypes)
             assert {key[1] for key in sent if key[0] == "all_gather"} == {gathered}
             assert {key[1] for key in sent if key[0] == "reduce_scatter"} == {reduced}
@@ -159,14 +159,6 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         return self.down(torch.relu(self.up(x)))
-
-
-def plain(model, optim, batch):
-    loss = model(batch).float().square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss.detach()
 
 
 def run_beside_tensor_parallel():

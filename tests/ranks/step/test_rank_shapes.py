@@ -60,9 +60,7 @@ def worst(lengths, style, passes):
     losses, weights = in_one_process(batches)
     transformation = GraphModuleTransformation(**passes) if passes else None
     compiled = compile(
-        step,
-        parallel_mode=DataParallel(style),
-        gm_transformation=transformation,
+        step, parallel_mode=DataParallel(style), gm_transformation=transformation
     )
     model, optim = make()
     with compiled:

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import train_detached
 
 from torchspmd import DataParallel, GraphModuleTransformation, _torch, compile
 from torchspmd.step.graph.collectives import gather_into_memory, scatter_by_exchange
@@ -23,15 +24,8 @@ def train(mode, overlap):
         enable_graph_optimization=True, overlap_iterations=overlap
     )
 
-    @compile(parallel_mode=DataParallel(mode), gm_transformation=passes)
-    def step(model, optim, batch):
-        loss = model(batch).square().mean()
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        return loss.detach()
-
-    with step:
+    mode = DataParallel(mode)
+    with compile(train_detached, parallel=mode, gm_transformation=passes) as step:
         for _ in range(STEPS):
             loss = step(model, optim, torch.randn(8, 64))
     return loss.item()

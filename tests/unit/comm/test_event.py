@@ -56,15 +56,7 @@ def test_events_are_values():
 def test_defaults_are_a_plain_explicit_forward_event():
     group = Group("0", (0, 1))
     event = CommEvent(Kind.SEND, "c10d.send", "int8", (1,), 1, 1, group)
-    assert event[7:] == (
-        Phase.FORWARD,
-        GLOBAL,
-        False,
-        None,
-        None,
-        False,
-        False,
-    )
+    assert event[7:] == (Phase.FORWARD, GLOBAL, False, None, None, False, False)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,7 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from torchspmd.layout.placements import (
-    format_layout,
-    positive_dims,
-    shard_dim,
-)
+from torchspmd.layout.placements import format_layout, positive_dims, shard_dim
 from torchspmd.local.arguments import ArgumentSpec, Leaf, list_leaves, parameter_names
 from torchspmd.local.specs import (
     SpecMismatchError,

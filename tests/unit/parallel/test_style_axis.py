@@ -3,13 +3,8 @@
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from torchspmd.layout.placements import (
-    positive_dim,
-)
-from torchspmd.parallel.axis import (
-    global_shape,
-    gradient_layout,
-)
+from torchspmd.layout.placements import positive_dim
+from torchspmd.parallel.axis import global_shape, gradient_layout
 from torchspmd.parallel.redistribute import is_same
 
 LAYOUTS = (Replicate(), Partial(), Shard(0), Shard(1), Shard(-1))

@@ -154,11 +154,7 @@ def test_a_plan_with_problems_is_exit_code_1(model_file, tmp_path, capsys):
         ("FILE:build", ("--plan", "none.toml"), "there is no plan none.toml"),
         ("FILE:build", ("--dtype", "int8"), "no floating-point dtype int8"),
         ("FILE:build", ("--json", "none/x"), "there is no folder none for --json"),
-        (
-            "FILE:build",
-            ("--plan", "FILE", "--auto"),
-            "give --plan or --auto, not both",
-        ),
+        ("FILE:build", ("--plan", "FILE", "--auto"), "give --plan or --auto, not both"),
     ],
 )
 def test_wrong_use_is_one_clear_sentence(model_file, factory, options, message):

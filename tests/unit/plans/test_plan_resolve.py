@@ -164,7 +164,7 @@ def test_heads_that_the_ranks_cannot_share_come_from_head_dim():
         "'layers.[0-1].attention') cannot be shared out whole over tp=4; use an axis of "
         "1, 2 ranks, or KeyValueParallel(num_heads=2) if these are keys or values of an "
         "attention of your own, or "
-        "heads={pattern: 0} in the Plan if these are not heads",
+        "heads={pattern: 0} in the Plan if these are not heads"
     ]
 
 

@@ -21,8 +21,6 @@ from torchspmd.step.graph.snapshot import copy_graph
 from torchspmd.step.legality.check import check_edit
 
 aten = torch.ops.aten
-
-
 comm = torch.ops._c10d_functional
 
 

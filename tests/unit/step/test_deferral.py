@@ -8,14 +8,10 @@ import pytest
 import torch
 from torch import fx, nn
 from training import train as plain_step
+from training import train_keeping_gradients as keep_gradients
 
 from torchspmd.errors import DeferralError, PassWarning, UsageError
-from torchspmd.step import (
-    IterGraphModule,
-    compile,
-    find_all_descendants,
-    find_node,
-)
+from torchspmd.step import IterGraphModule, compile, find_all_descendants, find_node
 from torchspmd.step.flush_hooks import without_flushing
 from torchspmd.step.passes import (
     defer_updates,
@@ -294,11 +290,6 @@ def test_copies_have_the_pending_update(step_of, copied):
 
 
 def test_schedulers_and_gradients_that_stay():
-    def keep_gradients(model, optim, batch):
-        optim.zero_grad()
-        model(batch).square().mean().backward()
-        optim.step()
-
     def train(step):
         model, optim = build()
         schedule = torch.optim.lr_scheduler.StepLR(optim, 1, gamma=0.5)

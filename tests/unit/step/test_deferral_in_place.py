@@ -20,9 +20,7 @@ from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
 from torchspmd.step.lower.in_place import write_in_place
 from torchspmd.step.passes.defer import isolate_update
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*little or nothing overlaps"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*little or nothing overlaps")]
 
 OPTIMIZERS = {
     "fused adam": functools.partial(torch.optim.Adam, lr=0.01, fused=True),

@@ -382,10 +382,7 @@ def test_a_bucket_that_cannot_be_taken_apart(target, sizes, text):
 
 @pytest.mark.parametrize(
     ("target", "arguments"),
-    [
-        (aten.view.default, lambda n: ([n, 2],)),
-        (aten.split.Tensor, lambda n: (n,)),
-    ],
+    [(aten.view.default, lambda n: ([n, 2],)), (aten.split.Tensor, lambda n: (n,))],
 )
 def test_sizes_that_are_equal_in_the_first_program_only(target, arguments):
     """Sizes are numbers in what is noted of nodes, and nodes among their arguments."""

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import train_sum
 
 from torchspmd import _torch
 from torchspmd._torch import bindings
@@ -81,13 +82,7 @@ def source_of(running):
 def test_a_compiled_step_runs_it():
     model = nn.Linear(2, 2)
     optim = torch.optim.AdamW(model.parameters())
-
-    @compile
-    def train_step(model, optim, batch):
-        model(batch).sum().backward()
-        optim.step()
-        optim.zero_grad()
-
+    train_step = compile(train_sum)
     train_step(model, optim, torch.ones(3, 2))
     train_step(model, optim, torch.ones(3, 2))
     run = train_step.programs[-1].run

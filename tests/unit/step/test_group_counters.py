@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from training import train
 
 from torchspmd.errors import CaptureError, PassWarning
 from torchspmd.step import compile
@@ -52,14 +53,6 @@ class Choosing(Counting):
             parameter.add_(parameter.grad, alpha=0.1 if state["step"] == 2 else 0.01)
             parameter.mul_(1 / math.sqrt(1 + 0.9 ** state["step"]))
         super().step()
-
-
-def train(model, optim, batch):
-    loss = model(batch).square().mean()
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
 
 
 def after(wrap, calls=6, kind=Lamb):

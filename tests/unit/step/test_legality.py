@@ -366,19 +366,10 @@ def edited(add):
     ("add", "words"),
     [
         (lambda g, x: g.call_method("zero_", (x,)), "writes in place (zero_)"),
-        (
-            lambda g, x: g.call_function(operator.imul, (x, 0)),
-            "writes in place (imul)",
-        ),
-        (
-            lambda g, x: g.call_function(torch.relu_, (x,)),
-            "writes in place (relu_)",
-        ),
+        (lambda g, x: g.call_function(operator.imul, (x, 0)), "writes in place (imul)"),
+        (lambda g, x: g.call_function(torch.relu_, (x,)), "writes in place (relu_)"),
         (lambda g, x: g.call_module("relu", (x,)), "writes in place (relu)"),
-        (
-            lambda g, x: g.call_function(torch.rand, (5,)),
-            "takes random numbers (rand)",
-        ),
+        (lambda g, x: g.call_function(torch.rand, (5,)), "takes random numbers (rand)"),
         (
             lambda g, x: g.call_function(torch.manual_seed, (5,)),
             "takes random numbers (manual_seed)",
@@ -415,7 +406,6 @@ RULE = (
     "A pass keeps what get_attr reads: give another tensor another name, and read it with "
     "a node of its own."
 )
-
 
 LARGE = 300_000  # float32: more than is copied
 

@@ -12,6 +12,7 @@ from edit_graphs import GraphBuilder, aten
 from step_models import build, difference
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from training import train_sum
 
 from torchspmd.errors import LegalityError, PassWarning, VerificationError
 from torchspmd.step import Verification, compile, run_virtual
@@ -303,16 +304,11 @@ def test_without_it_a_step_needs_more():
     def own_callable(gm):
         return gm.forward  # a callable, but not a graph
 
-    def train(model, optim, batch):
-        model(batch).sum().backward()
-        optim.step()
-        optim.zero_grad()
-
     peaks = {}
     for name, transformation in (("in place", None), ("functional", own_callable)):
         model = nn.Linear(64, 64)
         optim = torch.optim.Adam(model.parameters(), fused=True)
-        step = compile(gm_transformation=transformation)(train)
+        step = compile(train_sum, gm_transformation=transformation)
         for _ in range(2):
             step(model, optim, torch.ones(2, 64))
         states = [t for s in optim.state.values() for t in s.values()]
@@ -342,11 +338,7 @@ def test_a_prediction_by_hand():
 
 
 STATE, RESULT = OutputRole(OutputKind.STATE, 0), OutputRole(OutputKind.RESULT)
-
-
 GRADIENT, CREATED = OutputRole(OutputKind.GRADIENT), OutputRole(OutputKind.CREATED)
-
-
 RULE = "Keep the copy: a write into one of them would change the other."
 
 

@@ -136,8 +136,6 @@ class Graphs:
 
 
 STATES = [OutputRole(OutputKind.STATE, place) for place in (0, 1)]
-
-
 RESULT = OutputRole(OutputKind.RESULT)
 
 

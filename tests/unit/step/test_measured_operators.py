@@ -10,19 +10,12 @@ from training import train as step
 
 from torchspmd.comm import Phase
 from torchspmd.errors import PassWarning, UsageError
-from torchspmd.step import (
-    GraphModuleTransformation,
-    compile,
-)
+from torchspmd.step import GraphModuleTransformation, compile
 from torchspmd.step.capture.inventory import take_inventory
 from torchspmd.step.graph.cost import CostModel, computes, operator_key
 from torchspmd.step.graph.metadata import owner_of
 from torchspmd.step.measure import operators as measured_operators
-from torchspmd.step.measure.operators import (
-    _by_key,
-    measure_graph,
-    time_operators,
-)
+from torchspmd.step.measure.operators import _by_key, measure_graph, time_operators
 from torchspmd.step.rank_agreement import Agreement
 from torchspmd.testing import fake_world
 

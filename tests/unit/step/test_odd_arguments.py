@@ -435,15 +435,12 @@ NO_GRAPH = (
     "IterGraphModule."
 )
 
-
 NO_NODES = (
     "str where nodes are taken. Pass a list of nodes of the graph (fx.Node), as find_node "
     "gives them."
 )
 
-
 NO_NODE = "pass a node of the graph (fx.Node), as find_node gives it."
-
 
 LIST_OF_PASSES = (
     "Pass a list of functions that graph_optimization_pass declares, "

@@ -9,12 +9,7 @@ from torch import nn
 from training import train
 
 from torchspmd.errors import UsageError
-from torchspmd.step import (
-    DataParallel,
-    GraphModuleTransformation,
-    compile,
-    run_virtual,
-)
+from torchspmd.step import DataParallel, GraphModuleTransformation, compile, run_virtual
 from torchspmd.testing import fake_world
 
 

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from training import train
 
 from torchspmd.step import compile
 
@@ -95,15 +96,8 @@ class Counting(torch.optim.SGD):
 
 def test_numbers_of_an_optimizer():
     def run(wrap):
-        def step(model, optim, x):
-            loss = model(x).square().mean()
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            return loss.detach()
-
         torch.manual_seed(0)
-        model, step = nn.Linear(4, 4), wrap(step)
+        model, step = nn.Linear(4, 4), wrap(train)
         optim, found = Counting(model.parameters(), lr=0.1), []
         for call in range(5):
             optim.param_groups[0]["lr"] = 0.1 / (1 + call)

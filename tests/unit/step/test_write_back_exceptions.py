@@ -15,7 +15,7 @@ from torchspmd.step.pending import LostStates
 
 pytestmark = [
     # Some of these steps keep gradients, and exceptions come call after call.
-    pytest.mark.filterwarnings("ignore:.*nothing overlaps"),
+    pytest.mark.filterwarnings("ignore:.*nothing overlaps")
 ]
 
 FUNCTIONS = {"in place": train, "fresh": train_keeping_gradients}

@@ -251,8 +251,7 @@ def test_a_dtype_that_torch_does_not_have_is_refused(ledger, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, "float32", "torch.float32", (torch.float32, "bfloat16")],
+    "dtype", [torch.float32, "float32", "torch.float32", (torch.float32, "bfloat16")]
 )
 def test_a_dtype_may_stand_for_its_name(ledger, dtype):
     expect(ledger).count(18, dtype=dtype)

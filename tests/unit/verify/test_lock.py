@@ -46,12 +46,7 @@ def test_alike_layers_fold_and_unfold_at_every_depth():
 
 def test_what_differs_is_not_folded():
     rows = [("M.0.a", 1), ("M.1.a", 2), ("M.2.b", 1), ("M.3.a", 1), ("Global", 1)]
-    assert fold(rows) == [
-        ("M.[0,3].a", 1),
-        ("M.1.a", 2),
-        ("M.2.b", 1),
-        ("Global", 1),
-    ]
+    assert fold(rows) == [("M.[0,3].a", 1), ("M.1.a", 2), ("M.2.b", 1), ("Global", 1)]
 
 
 def test_a_root_that_is_a_number_and_brackets_of_others_stay():

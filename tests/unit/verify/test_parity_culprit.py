@@ -1,11 +1,6 @@
 """Where a difference begins, from which values differ."""
 
-from torchspmd.verify.parity.compare_step import (
-    Result,
-    Status,
-    choose_first,
-    execution_order,
-)
+from torchspmd.verify.parity.origin import Result, Status, choose_first, execution_order
 from torchspmd.verify.recording.files import Key, Kind
 
 F, IN, GO, GI = Kind.FORWARD, Kind.INPUT, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT

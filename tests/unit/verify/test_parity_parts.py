@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchspmd.verify.parity.compare_step import find_parts, join_parts
+from torchspmd.verify.parity.wholes import find_parts, join_parts
 from torchspmd.verify.recording.files import Key, Kind, Piece
 
 

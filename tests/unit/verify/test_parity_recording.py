@@ -225,8 +225,6 @@ def test_arguments_are_checked(tmp_path):
 
 
 GRID = Grid(("dp", "tp"), (2, 2), (0, 1, 2, 3))
-
-
 PLACEMENTS = ("R", "S(0)", "S(1)", "_S(0, 2)", "_S(1, 3)")
 
 

@@ -10,6 +10,8 @@ from torchspmd.errors import UsageError
 from torchspmd.predict.hardware import load_gpu
 from torchspmd.rehearse.nodes import GPUS_PER_NODE, read_nodes
 
+PAGE = "write a page for the browser to FILE"  # the help of --html
+
 
 def refuse(problems: list[str]) -> None:
     """Raise when there are problems, with all of them in one text."""
@@ -31,6 +33,12 @@ def add_module_option(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the script is a Python module, as for torchrun -m: torchtitan.train",
     )
+
+
+def add_file_options(parser: argparse._ActionsContainer, **written: str) -> None:
+    """Files that a command writes, by the option that names them."""
+    for name, text in written.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
 
 
 def find_module(name: str) -> Path | None:
@@ -101,8 +109,17 @@ def add_fake_options(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_node_options(parser: argparse._ActionsContainer) -> None:
-    """How the ranks of a world are spread over nodes."""
+def add_world_options(parser: argparse._ActionsContainer) -> None:
+    """The ranks and GPUs of a predicted world, and how ranks are spread over nodes."""
+    parser.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--gpu",
+        required=True,
+        metavar="NAME",
+        help="the GPU: a name such as h100, or a hardware file (.toml)",
+    )
     parser.add_argument(
         "--gpus-per-node",
         type=int,

@@ -4,7 +4,9 @@ import argparse
 from pathlib import Path
 
 from torchspmd._cli.usage.common import (
+    PAGE,
     add_fake_options,
+    add_file_options,
     add_step_options,
     fake_problems,
     output_problems,
@@ -52,9 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, help="a ledger, a prediction or a script")
     parser.add_argument("after", type=Path, help="what it is compared with")
     parser.add_argument("--json", action="store_true", help="print the changes as JSON")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page for the browser to FILE"
-    )
+    add_file_options(parser, html=PAGE)
     of_scripts = parser.add_argument_group("for scripts")
     of_scripts.add_argument(
         "--world-size", type=int, metavar="N", help="simulate a world of N ranks"

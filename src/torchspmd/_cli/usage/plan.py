@@ -3,7 +3,13 @@
 import argparse
 from pathlib import Path
 
-from torchspmd._cli.usage.common import output_problems, parse_mesh, refuse
+from torchspmd._cli.usage.common import (
+    PAGE,
+    add_file_options,
+    output_problems,
+    parse_mesh,
+    refuse,
+)
 
 HELP = "show what a tensor-parallel plan does to a model"
 DESCRIPTION = "Show what a tensor-parallel plan does to a model."
@@ -49,17 +55,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
     parser.add_argument("--dtype", help="dtype of the parameters, such as bfloat16")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="also write the preview to FILE, as JSON",
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page for the browser to FILE"
-    )
-    parser.add_argument(
-        "--save", type=Path, metavar="FILE", help="write the plan to FILE, as TOML"
+    add_file_options(
+        parser,
+        json="also write the preview to FILE, as JSON",
+        html=PAGE,
+        save="write the plan to FILE, as TOML",
     )
 
 

@@ -2,12 +2,13 @@
 
 import argparse
 import os
-from pathlib import Path
 
 from torchspmd._cli.usage.common import (
+    PAGE,
+    add_file_options,
     add_module_option,
-    add_node_options,
     add_script_options,
+    add_world_options,
     output_problems,
     refuse,
     script_problems,
@@ -39,33 +40,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_script_options(parser)
     add_module_option(parser)
     parser.set_defaults(skip=1)
-    parser.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)"
-    )
-    parser.add_argument(
-        "--gpu",
-        required=True,
-        metavar="NAME",
-        help="the GPU: a name such as h100, or a hardware file (.toml)",
-    )
-    add_node_options(parser)
+    add_world_options(parser)
     parser.add_argument(
         "--network",
         metavar="NAME",
         help="the network between nodes: a name such as ib-ndr400 (the default), or a "
         "hardware file (.toml)",
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the prediction to FILE"
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page for the browser to FILE"
-    )
-    parser.add_argument(
-        "--perfetto",
-        type=Path,
-        metavar="FILE",
-        help="write the timeline to FILE, for Perfetto",
+    add_file_options(
+        parser,
+        json="write the prediction to FILE",
+        html=PAGE,
+        perfetto="write the timeline to FILE, for Perfetto",
     )
     parser.add_argument(
         "--virtual-clock",

@@ -4,8 +4,10 @@ import argparse
 from pathlib import Path
 
 from torchspmd._cli.usage.common import (
+    PAGE,
+    add_file_options,
     add_module_option,
-    add_node_options,
+    add_world_options,
     output_problems,
     refuse,
     script_problems,
@@ -39,9 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's options."""
     parser.add_argument("script", type=Path, help="the training script")
     add_module_option(parser)
-    parser.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)"
-    )
+    add_world_options(parser)
     parser.add_argument(
         "--rank",
         type=int,
@@ -50,18 +50,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the rank that is predicted (default: 0)",
     )
     parser.add_argument(
-        "--gpu",
-        required=True,
-        metavar="NAME",
-        help="the GPU: a name such as h100, or a hardware file (.toml)",
-    )
-    parser.add_argument(
         "--network",
         default="ib-ndr400",
         metavar="NAME",
         help="the network between nodes: a name or a hardware file (default: %(default)s)",
     )
-    add_node_options(parser)
     parser.add_argument(
         "--where",
         metavar="CONDITION",
@@ -93,12 +86,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-cache", action="store_true", help="neither read nor write the cache"
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every candidate to FILE"
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page for the browser to FILE"
-    )
+    add_file_options(parser, json="write every candidate to FILE", html=PAGE)
 
 
 def check(options: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from torchspmd._cli.usage.common import output_problems, refuse
+from torchspmd._cli.usage.common import add_file_options, output_problems, refuse
 
 HELP = "write a page of a saved result, or of two side by side"
 DESCRIPTION = "Write a saved result as one HTML file that opens without a network."
@@ -27,21 +27,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "after", type=Path, nargs="?", help="a second result, shown beside the first"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="write the page to FILE (default: the result's name with .html)",
-    )
+    out = "write the page to FILE (default: the result's name with .html)"
+    add_file_options(parser, out=out)
     parser.add_argument(
         "--open", action="store_true", help="open the page in a browser"
     )
-    parser.add_argument(
-        "--perfetto",
-        type=Path,
-        metavar="FILE",
-        help="also write the timeline to FILE, for Perfetto",
-    )
+    add_file_options(parser, perfetto="also write the timeline to FILE, for Perfetto")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -58,5 +49,4 @@ def check(options: argparse.Namespace) -> None:
 
 def page_of(options: argparse.Namespace) -> Path:
     """Where the page is written."""
-    page: Path = options.out or options.file.with_suffix(".html")
-    return page
+    return options.out or options.file.with_suffix(".html")

@@ -2,10 +2,11 @@
 
 import argparse
 import os
-from pathlib import Path
 
 from torchspmd._cli.usage.common import (
+    PAGE,
     add_fake_options,
+    add_file_options,
     add_module_option,
     add_script_options,
     fake_problems,
@@ -41,12 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="simulate a world of N ranks"
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the ledger to FILE, as JSON"
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page for the browser to FILE"
-    )
+    add_file_options(parser, out="write the ledger to FILE, as JSON", html=PAGE)
     parser.add_argument(
         "--sources",
         action="store_true",

@@ -16,11 +16,7 @@ from torchspmd.errors import LayoutError
 from torchspmd.layout.retired import describe_losses
 from torchspmd.parallel.axis import Axis
 from torchspmd.parallel.fused import FusedColwiseParallel, KeyValueParallel
-from torchspmd.parallel.linear import (
-    ColwiseParallel,
-    RowwiseParallel,
-    ShardedStyle,
-)
+from torchspmd.parallel.linear import ColwiseParallel, RowwiseParallel, ShardedStyle
 from torchspmd.parallel.plan.plan import Style
 from torchspmd.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput
 from torchspmd.parallel.sequence import SequenceParallel

@@ -85,12 +85,11 @@ def copy_shapes(model: nn.Module) -> nn.Module:
         attributes = {**_shared_containers(type(module)), **vars(module)}
         found = {name: _copied(value, memo) for name, value in attributes.items()}
         memo[id(module)].__dict__ = found
-    copied: nn.Module = memo.get(id(model), model)
-    return copied
+    return memo.get(id(model), model)
 
 
 def _shared_containers(kind: type) -> dict[str, Any]:
-    """Lists and the like that a class holds for all its objects."""
+    """Mutable values, such as lists, that a class holds for all its objects."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.partition(".")[0] not in _HARMLESS:
@@ -104,13 +103,13 @@ def _shared_containers(kind: type) -> dict[str, Any]:
 
 
 def _copied(value: Any, memo: MutableMapping[int, Any]) -> Any:
-    """A deep copy; what has none (a process group, a file) as it is."""
+    """A deep copy; what cannot be copied (a process group, a file) as it is."""
     if isinstance(value, FunctionType):
         return _copied_function(value, memo)
     if type(value) in (dict, collections.OrderedDict):  # hooks, modules, parameters
         items = ((key, _copied(item, memo)) for key, item in value.items())
         return type(value)(items)
-    # What a copy that fails has begun is forgotten.
+    # Forget what a failed copy has begun.
     trial: Any = collections.ChainMap({}, memo)
     try:
         made = copy.deepcopy(value, trial)

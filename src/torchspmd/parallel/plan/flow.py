@@ -101,7 +101,7 @@ def _permute(trails: Trails, call: FunctionCall) -> list[Trail]:
 
 
 def _along(trails: Trails, call: FunctionCall) -> list[Trail]:
-    """Something done along one other dimension, which stays."""
+    """An operation along another dimension, which stays."""
     tensor, trail = call.args[0], trails[id(call.args[0])]
     dim = call.argument(1, "dim")
     if type(dim) is not int or dim % tensor.ndim == trail.dim:
@@ -266,9 +266,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalise),
 }
 
-
 OUTPUT = "they are an output of the model"
-# What takes all features at the end of a model as much as the caller does.
+# Functions at the end of a model that need all features, as its caller does.
 _LOSSES = frozenset(
     {
         *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy"),
@@ -346,10 +345,6 @@ def is_plain_linear(module: nn.Module) -> bool:
     )
 
 
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding)
-
-
 class _Follower:
     """Passes trails from the inputs of each torch function to its outputs."""
 
@@ -359,7 +354,9 @@ class _Follower:
         self.trails: dict[int, Trail] = {}
         self.unsplit: dict[str, str] = {}
         self._linears = _owners(model, state, is_plain_linear)
-        self._embeddings = _owners(model, state, _is_embedding)
+        self._embeddings = _owners(
+            model, state, lambda part: isinstance(part, nn.Embedding)
+        )
         self._modules = dict(model.named_modules())
         names = [path for path, _ in model.named_parameters()]
         self._parameters = {id(state[path]): path for path in names}
@@ -371,7 +368,7 @@ class _Follower:
     def pass_on(self, call: FunctionCall) -> None:
         """Give the outputs of a call the trails that follow from its inputs."""
         for tensor in call.inputs:
-            # A history that no torch function has shown.
+            # A gradient history that no observed torch function made.
             if tensor.requires_grad and id(tensor) not in self._known:
                 self._known.add(id(tensor))
                 self.flow.gaps.append(call.name)

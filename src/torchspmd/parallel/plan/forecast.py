@@ -88,8 +88,7 @@ def forecast(
     # A table of modules is read from the input to the output: backward beside forward.
     places = {path: place for place, path in enumerate(run.called)}
     for event in sorted(
-        run.events,
-        key=lambda e: places.get(e.module.partition(".")[2], len(places)),
+        run.events, key=lambda e: places.get(e.module.partition(".")[2], len(places))
     ):
         ledger.append(event)
     return ledger, notes
@@ -277,7 +276,7 @@ class _Given:
     Attributes:
         args: Those by position.
         kwargs: Those by name.
-        taken: The layout in which a style takes each that is no whole tensor, by ``id``.
+        taken: The layout in which a style takes each input that is not whole, by ``id``.
     """
 
     def __init__(self, inputs: Inputs) -> None:

@@ -39,8 +39,6 @@ STYLES: dict[str, Style] = {
 }
 # Names that leave a module as it is.
 _NO_STYLE = ("replicate",)
-
-
 _PACKED, _EXPERTS = "packed_colwise", "moe_tp_experts"
 # Where a matrix of each expert, (experts, output, input), is cut.
 _EXPERT_CUTS = {"colwise": Shard(1), _PACKED: Shard(1), "rowwise": Shard(2)}
@@ -48,7 +46,7 @@ _GATE_AND_UP = 2
 
 
 def read_tp_plan(model: nn.Module, leave: Collection[str]) -> dict[str, Style]:
-    """Styles by pattern; every entry has one or is left, or all that are not are named."""
+    """Styles by pattern; an error names all entries without a style that are not left."""
     tree = module_tree(model)
     entries = _entries(model, tree)
     left = _left(model, entries, leave)
@@ -78,7 +76,7 @@ def read_tp_plan(model: nn.Module, leave: Collection[str]) -> dict[str, Style]:
 def _without_absent(
     model: nn.Module, entries: Mapping[str, str], tree: Mapping[str, nn.Module]
 ) -> dict[str, str]:
-    """Entries for what the model has: the plan of a family names what some of it lack."""
+    """The entries that fit this model: a family's plan names what some members lack."""
     parameters = dict(model.named_parameters())
     absent = [p for p in entries if not match(tree, p) and not match(parameters, p)]
     if absent and len(absent) < len(entries):
@@ -119,7 +117,7 @@ def _experts(
         if not modules or names != kinds.keys():
             continue
         arguments = list(inspect.signature(type(modules[0]).forward).parameters)[1:]
-        # Which experts a token goes to is no tensor with a gradient.
+        # The experts that a token goes to are integers, without a gradient.
         given = tuple(None if "ind" in name else _WHOLE for name in arguments)
         styles[pattern] = ExpertParallel(
             parameter_placements={n: _EXPERT_CUTS[kind] for n, kind in kinds.items()},

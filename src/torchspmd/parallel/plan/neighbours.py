@@ -224,12 +224,12 @@ def _can_judge_plain(
             and linear_form(producer.module) is not None
             and _features(producer) == _read_features(module)
         )
-    # Whatever it gets, what comes back is the gradient of one rank's part.
+    # Whatever its input is, the gradient that comes back is that of one rank's part.
     return isinstance(layout, Shard) and _is_trained_leaf(producer.module)
 
 
 def _is_trained_leaf(module: nn.Module) -> bool:
-    """A layer whose gradients nobody reduces by a hook."""
+    """A layer without a hook that reduces its gradients."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     hooks = (_torch.hooks_of(p, _torch.GRADIENT_HOOK_TABLES) for p in parameters)
     is_leaf = next(module.children(), None) is None

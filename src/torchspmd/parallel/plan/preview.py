@@ -32,7 +32,7 @@ from torchspmd.parallel.style import Cut, Slab
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRow:
-    """One parameter, or the like ones of many layers.
+    """One parameter, or the same one of many layers.
 
     Attributes:
         name: Its path; layers folded as in ``layers.[0-31].up.weight``.
@@ -69,7 +69,7 @@ class ParameterRow:
 def build_rows(
     model: nn.Module, assignments: Sequence[Assignment], num_ranks: int
 ) -> tuple[ParameterRow, ...]:
-    """Every parameter once, like ones of numbered layers together."""
+    """Every parameter once, those of numbered layers together."""
     layouts, styles = _layouts(assignments, num_ranks)
     aliases: dict[int, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):

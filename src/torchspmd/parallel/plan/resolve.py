@@ -274,13 +274,12 @@ def _check(
         style = f"KeyValueParallel(num_heads={heads.number})"
         fix = f", or {style} if these are keys or values of an attention of your own"
     fits = [str(n) for n in range(1, heads.number + 1) if heads.number % n == 0]
-    text = (
+    return [
         f"'{path}': {heads.number} heads ({features} features, {heads.origin}) cannot be "
         f"shared out whole over {axis.axis}={axis.size}; use an axis of "
         f"{', '.join(fits)} ranks{fix}, or heads={{pattern: 0}} in the Plan if these "
         "are not heads"
-    )
-    return [text]
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

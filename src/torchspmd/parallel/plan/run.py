@@ -198,10 +198,7 @@ def _noting(model: nn.Module, running: list[str]) -> Iterator[None]:
         if id(module) in paths:
             running.pop()
 
-    with (
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave),
-    ):
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
         yield
 
 

@@ -52,7 +52,7 @@ def shared_inputs(
 ) -> dict[str, Style]:
     """The styles to add for modules whose column-wise layers share an input."""
     assignments = resolve(plan, model, {"tp": 1}, call="Plan.share_inputs").assignments
-    families = dict(_families(model, assignments))
+    families = dict(_families(assignments))
     try:
         inputs = example if example is not None else guess_inputs(model, _BATCH, _SEQ)
         recording = record(model, inputs, _all_paths(families))
@@ -93,9 +93,7 @@ def _warn(model: nn.Module, reasons: list[str]) -> None:
     )
 
 
-def _families(
-    model: nn.Module, assignments: Iterable[Assignment]
-) -> Iterator[tuple[str, list[str]]]:
+def _families(assignments: Iterable[Assignment]) -> Iterator[tuple[str, list[str]]]:
     """Modules without a style, with two or more column-wise Linears right inside."""
     styled = {assignment.path for assignment in assignments}
     children: dict[str, list[str]] = {}

@@ -6,12 +6,7 @@ from typing import Any
 
 from torchspmd.report.results import ledger_of
 from torchspmd.report.views.parts import Document, Page, View, figure, missing, plural
-from torchspmd.report.views.paths import (
-    Numbers,
-    united,
-    with_numbers,
-    without_numbers,
-)
+from torchspmd.report.views.paths import Numbers, united, with_numbers, without_numbers
 
 _MORE_IS_BETTER = frozenset({"MFU", "margin", "that fit"})
 _OPEN = "A comparison has one for each result: choose one of the two above."

@@ -18,12 +18,7 @@ from torchspmd.report.views.parts import (
     plural,
     used,
 )
-from torchspmd.report.views.paths import (
-    Numbers,
-    united,
-    with_numbers,
-    without_numbers,
-)
+from torchspmd.report.views.paths import Numbers, united, with_numbers, without_numbers
 
 _MOST = 12  # exposed collectives of the verdict
 _ANSWERS = {

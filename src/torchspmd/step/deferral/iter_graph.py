@@ -7,12 +7,7 @@ from typing import Any, Self
 from torch import fx
 
 from torchspmd.errors import DeferralError, PassWarning, UsageError
-from torchspmd.step.deferral.regions import (
-    DeferredRegion,
-    Iteration,
-    Move,
-    check_moves,
-)
+from torchspmd.step.deferral.regions import DeferredRegion, Iteration, Move, check_moves
 from torchspmd.step.graph.argument_checks import check_node, check_nodes
 from torchspmd.step.graph.metadata import readable_name
 from torchspmd.step.graph.nodes import copy_nodes
@@ -49,7 +44,7 @@ class IterGraph(fx.Graph):
         """Run these nodes in the next iteration, before a node of it.
 
         Args:
-            subgraph: The nodes; whoever uses one of them is among them, or is the output.
+            subgraph: The nodes; what uses one of them is among them, or is the output.
             target_node: Where in the next iteration they run.
             strict: Refuse a place after something reads a state that the nodes write.
                 Otherwise the latest place before that reader is taken, with a warning:

@@ -57,8 +57,8 @@ class IterGraphModule:
             )
         self.main_gm = _torch.lazy_module(main_gm, IterGraph.copy_of(main_gm.graph))
         self.enable_inductor = enable_inductor
-        self.latest_snapshot: Snapshot | None = None  # for whoever runs passes on it
-        self.latest_values: tuple[Any, Any] | None = None  # for whoever proves them
+        self.latest_snapshot: Snapshot | None = None  # for the runner of passes
+        self.latest_values: tuple[Any, Any] | None = None  # for their proofs
         self._forms: _Forms | None = None
         self._pending = PendingUpdates()
         self._make_ready: Callable[[str, fx.GraphModule], Runnable] = self._prepare
@@ -166,7 +166,7 @@ class IterGraphModule:
         An output that belongs to work left for the next iteration is the one that the
         iteration before left, or None in the first.
         """
-        return self.run_and_write(args, _hand_over, last_iter=last_iter)
+        return self.run_and_write(args, lambda outputs: outputs, last_iter=last_iter)
 
     __call__ = forward
 
@@ -253,8 +253,7 @@ class IterGraphModule:
 
     def print_readable(self, print_output: bool = True) -> str:
         """The graph of one iteration as readable Python."""
-        text: str = self.main_gm.print_readable(print_output=print_output)
-        return text
+        return self.main_gm.print_readable(print_output=print_output)
 
     def _finished(self) -> "_Forms":
         if self._forms is None:
@@ -326,7 +325,7 @@ class _Forms:
     def wait_for(self, carried: Sequence[Any]) -> None:
         """Wait for reductions that no iteration will wait for.
 
-        Torch keeps each of them, and its memory, until somebody has.
+        Torch keeps each of them, with its memory, until it is waited for.
         """
         if carried:
             steady = self._graph_of("steady").graph
@@ -357,8 +356,7 @@ class _Forms:
         return self._graphs[name]
 
     def _stage_of(self, name: str) -> Stage:
-        stage: Stage = getattr(self._pipeline, name)
-        return stage
+        return getattr(self._pipeline, name)
 
 
 def _states_of(graph: IterGraph, regions: Collection[int]) -> tuple[int, ...]:
@@ -371,11 +369,6 @@ def _states_of(graph: IterGraph, regions: Collection[int]) -> tuple[int, ...]:
 def _places(graph: fx.Graph, inputs: Collection[fx.Node]) -> tuple[int, ...]:
     placeholders = graph.find_nodes(op="placeholder")
     return tuple(n for n, node in enumerate(placeholders) if node in inputs)
-
-
-def _hand_over(outputs: Any) -> Any:
-    """The caller writes them."""
-    return outputs
 
 
 def _marked_graph(main: object) -> IterGraph:

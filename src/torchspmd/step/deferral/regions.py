@@ -257,7 +257,7 @@ class _Validity:
                 )
 
     def _needed_early(self) -> Iterator[str]:
-        """States that somebody needs before the next iteration runs."""
+        """States that are needed before the next iteration runs."""
         for state in sorted(self._writer_of, key=lambda node: node.name):
             if is_guarded(state):
                 yield (

@@ -38,7 +38,7 @@ def find_aliases(
     """Follow memory through a graph.
 
     Args:
-        graph: The graph; Python numbers are told from tensors by ``meta["val"]``.
+        graph: The graph; ``meta["val"]`` tells Python numbers from tensors.
         same: Nodes that will be replaced by another node, and read nothing else.
 
     >>> graph = fx.Graph()

@@ -27,7 +27,7 @@ def is_size(value: object) -> bool:
 
 
 def check_integers(what: str, **least: tuple[Any, int | None]) -> None:
-    """Refuse arguments that are no whole numbers, or below the least; all at once.
+    """Refuse arguments that are not whole numbers, or below the least; all at once.
 
     Args:
         what: What was called.
@@ -60,7 +60,7 @@ def check_flags(what: str, **flags: object) -> None:
 
 
 def check_overlap(what: str, overlap_iterations: object) -> None:
-    """Refuse what is no choice of overlapping iterations.
+    """Refuse what is neither a flag nor ``"auto"``.
 
     >>> check_overlap("run", "no")
     Traceback (most recent call last):
@@ -77,14 +77,14 @@ def check_overlap(what: str, overlap_iterations: object) -> None:
 
 
 def check_names(what: str, **names: object) -> None:
-    """Refuse what is no name: nodes are given as text."""
+    """Refuse what is not a name: nodes are given as text."""
     _check(
         what, names, lambda value: isinstance(value, str), "the name of a node, a str"
     )
 
 
 def check_node(what: str, **nodes: object) -> None:
-    """Refuse what is no node: its name is none.
+    """Refuse what is not a node, such as the name of one.
 
     >>> check_node("cut", before="mm")
     Traceback (most recent call last):
@@ -97,7 +97,7 @@ find_node gives it.
 
 
 def check_nodes(what: str, **lists: object) -> None:
-    """Refuse what is no collection of nodes: a name is none."""
+    """Refuse what is not a collection of nodes, such as a name."""
     for name, value in lists.items():
         items = [value]
         if isinstance(value, Collection) and not isinstance(value, str):
@@ -112,7 +112,7 @@ def check_nodes(what: str, **lists: object) -> None:
 
 
 def check_graph(what: str, **graphs: object) -> None:
-    """Refuse what is no ``fx.Graph``."""
+    """Refuse what is not an ``fx.Graph``."""
     for name, value in graphs.items():
         if not isinstance(value, fx.Graph):
             raise UsageError(
@@ -141,7 +141,7 @@ for instance step.programs[0].graph, or an IterGraphModule.
 def check_budget(
     size_mb: object, what: str, otherwise: str, name: str = "memory_budget_mb"
 ) -> None:
-    """Refuse an amount of memory that is no number of MiB."""
+    """Refuse an amount of memory that is not a number of MiB."""
     if not is_size(size_mb):
         raise UsageError(
             f"{what}({name}={size_mb!r}): use 0 or more, a finite number of MiB, "

@@ -13,15 +13,7 @@ import torch
 from torch import fx
 
 from torchspmd import _torch
-from torchspmd.comm import (
-    CommEvent,
-    Group,
-    Kind,
-    Ledger,
-    Operator,
-    Topology,
-    measure,
-)
+from torchspmd.comm import CommEvent, Group, Kind, Ledger, Operator, Topology, measure
 from torchspmd.step.graph.aliases import (
     Aliases,
     communication_of,
@@ -403,7 +395,7 @@ def reduce_in_place(graph: fx.Graph) -> int:
 
 
 def fit_to_gloo(graph: fx.Graph) -> None:
-    """Replace what gloo makes badly by what it makes well."""
+    """Replace collectives that gloo does badly by ones that it does well."""
     gather_into_memory(graph)
     scatter_by_exchange(graph)
 
@@ -483,7 +475,7 @@ def _is_own(source: fx.Node, memory: fx.Node) -> bool:
 
 
 def _ends_with(start: fx.Node, readers: list[fx.Node], aliases: Aliases) -> bool:
-    """Whether nobody else reads the memory once the reduction has started."""
+    """Whether nothing else reads the memory once the reduction has started."""
     return all(
         _reads_until(reader, aliases) < aliases.position[start]
         and (operator_of(reader) is not None or reader.target is operator.getitem)

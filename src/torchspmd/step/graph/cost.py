@@ -40,7 +40,7 @@ class CostModel:
     """How fast one rank computes, moves memory and sends.
 
     Only the ratios matter for a schedule. Give every rank the same numbers: ranks that
-    schedule by different ones would not run the same program, and are told so.
+    schedule by different ones would not run the same program, which is an error.
 
     Attributes:
         flops: Floating-point operations a second.
@@ -126,7 +126,7 @@ class CostModel:
 
 
 def check_cost(cost: object, what: str, also: str = "None for a guess") -> None:
-    """Refuse what is no ``CostModel``; the one check for all that take a cost.
+    """Refuse what is not a ``CostModel``; the one check for all that take a cost.
 
     Args:
         cost: What was given.
@@ -196,7 +196,7 @@ def multiplies(node: fx.Node) -> bool:
 
 
 def operator_key(node: fx.Node) -> str:
-    """The same for nodes that do the same work: the operator and its arguments' shapes."""
+    """A key that nodes of the same work share: the operator and its arguments' shapes."""
     values = fx.node.map_arg((node.args, node.kwargs), fake_value)
     leaves, _ = _torch.flatten_tree(values)
     return " ".join([str(node.target), *map(_fact, leaves)])

@@ -24,7 +24,7 @@ def write_python(
     Args:
         graph: The graph; its own code is not made.
         steps: What runs, in order.
-        codes: What runs each piece; None for what is no piece.
+        codes: What runs each piece; None for other steps.
     """
     nodes: dict[int, fx.Node] = {}  # by line: whose communication it is
     names = _Names({"module": graph, _torch.GENERATED_NODES: nodes})
@@ -122,7 +122,7 @@ def _binding_of(node: fx.Node) -> _torch.Binding | None:
 
 
 class _Names:
-    """What generated code calls things.
+    """The names of objects in generated code.
 
     Attributes:
         values: The globals of the code.

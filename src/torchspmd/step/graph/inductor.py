@@ -1,6 +1,6 @@
 """A graph as Python that calls code of Inductor, piece by piece.
 
-Communication is no part of a piece, so what a schedule put in order stays so.
+Communication is not part of a piece, so the order of a schedule is kept.
 """
 
 from collections import Counter
@@ -25,8 +25,7 @@ _SYMBOLS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 def check_compilable(graph: fx.GraphModule) -> None:
     """Refuse a graph that Inductor cannot compile.
 
-    Numbers that go into the graph are none of its business: what computes with them runs
-    as it is.
+    Inputs that are numbers do not matter: operators on numbers run as they are.
     """
     if any(_reads_number(node) for node in graph.graph.nodes):
         raise CaptureError(

@@ -151,10 +151,9 @@ def _values(graph: fx.Graph) -> list[_Value]:
         if root[node] is not node or node.op != "call_function":
             continue
         size, made, ends = _untaken_bytes(node), node, needed[node]
-        while (
-            made.target is operator.getitem
-        ):  # exists since its tuple, and at least as
-            (made,) = made.all_input_nodes  # long as that
+        while made.target is operator.getitem:
+            # An item is there from its tuple's node on, and at least as long as that.
+            (made,) = made.all_input_nodes
             ends = {**ends, **needed[made]}
         if size:
             values.append(_Value(made, size, tuple(ends)))

@@ -105,8 +105,7 @@ def is_guarded(node: fx.Node) -> bool:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The node that ends a graph."""
-    node: fx.Node = graph.output_node()
-    return node
+    return graph.output_node()
 
 
 def output_values(graph: fx.Graph) -> list[object]:

@@ -110,7 +110,7 @@ def replace_uses(replacements: Mapping[fx.Node, fx.Node]) -> None:
 
 
 def drop_dead_code(graph: fx.Graph) -> None:
-    """Remove nodes that nobody uses and that have no effect.
+    """Remove nodes that are not used and have no effect.
 
     The same as ``graph.eliminate_dead_code``, which checks all of the graph first. Calls
     of modules stay: they may do anything.
@@ -125,7 +125,7 @@ _TRANSPOSING = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)
 
 
 def drop_undone_transposes(graph: fx.Graph) -> None:
-    """Let whatever takes a transposed transpose take the value itself: it is the same view.
+    """Let readers of a value that is transposed twice read it itself: it is the same view.
 
     Backward transposes what forward has, and the gradient of each weight twice: calls that
     small models feel. An output stays a tensor of its own.
@@ -216,9 +216,7 @@ class HasGraph(Protocol):
 
 
 def find_node(
-    graph: fx.Graph,
-    predicate: Callable[[fx.Node], bool],
-    reverse_order: bool = False,
+    graph: fx.Graph, predicate: Callable[[fx.Node], bool], reverse_order: bool = False
 ) -> list[fx.Node]:
     """All nodes for which a predicate holds, in (reverse) graph order.
 

@@ -247,13 +247,9 @@ def _parts(graph: fx.Graph, node: fx.Node, piece: fx.Node) -> dict[fx.Node, fx.N
 # ----------------------------------------------------------------------------
 # Fused and foreach optimizers in a graph: operator, step counters, new values.
 
-# Which argument of each fused optimizer holds the gradients, and which the step counters.
-_GRADIENTS = {
-    "_fused_adam": 1,
-    "_fused_adamw": 1,
-    "_fused_sgd": 1,
-    "_fused_adagrad": 1,
-}
+# Fused optimizers, whose second argument holds the gradients.
+_FUSED = ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+# Which argument holds the step counters.
 _COUNTERS = {"_fused_adam": 5, "_fused_adamw": 5, "_fused_adagrad": 3}
 
 
@@ -307,10 +303,9 @@ def get_all_fused_optimizer_blocks(
 
 def gradients_of(node: fx.Node) -> tuple[fx.Node, ...] | None:
     """The gradients that a fused optimizer takes; None for any other operator."""
-    place = _GRADIENTS.get(_name(node).partition(".")[0].removesuffix("_"))
-    if place is None:
+    if _name(node).partition(".")[0].removesuffix("_") not in _FUSED:
         return None
-    found = node.args[place]
+    found = node.args[1]
     assert isinstance(found, (list, tuple)), type(found)
     return tuple(each for each in found if isinstance(each, fx.Node))
 

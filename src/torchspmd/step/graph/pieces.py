@@ -144,9 +144,8 @@ class _Cut:
         self._first_open = 0  # the first group that a later operator may join
         self._first_near = 0  # the first one behind which everything is a piece
         self._readers: dict[fx.Node, set[int]] = {}  # of those, by what they read
-        self._merged: dict[
-            int, int
-        ] = {}  # places of groups that became part of another
+        # Places of groups that became part of another.
+        self._merged: dict[int, int] = {}
         self._written: set[fx.Node] = set()  # inputs that pieces write
         self._segments: list[int] = []  # of each group: nothing is moved to another
         for node in gm.graph.nodes:
@@ -204,9 +203,8 @@ class _Cut:
         makers = self._makers(node)
         latest = max(makers, default=-1)
         read = {self._viewed(source) for source in node.all_input_nodes}
-        is_copy = (
-            node.target is _COPY
-        )  # which stays behind all that reads the old value
+        # A copy stays behind all that reads the old value.
+        is_copy = node.target is _COPY
         shared = (each for each in read if is_copy or _is_large(each))
         related = {place for each in shared for place in self._readers.get(each, ())}
         related |= {place for place in makers if place >= self._first_near}

@@ -10,12 +10,7 @@ import torch
 from torch import fx, nn
 
 from torchspmd import _torch
-from torchspmd.step.graph.metadata import (
-    OutputKind,
-    readable_name,
-    roles_of,
-    set_roles,
-)
+from torchspmd.step.graph.metadata import OutputKind, readable_name, roles_of, set_roles
 from torchspmd.step.graph.nodes import copy_nodes
 
 # ----------------------------------------------------------------------------

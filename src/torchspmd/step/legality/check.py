@@ -19,14 +19,13 @@ from torchspmd.step.legality.equivalence import Equivalence
 from torchspmd.step.legality.evaluate import Earlier, Evaluation
 from torchspmd.step.legality.graph_rules import (
     check_definitions,
-    check_hazards,
     check_interface,
     check_order,
-    check_output_memory,
     check_random_order,
     check_unknown_calls,
     check_waits,
 )
+from torchspmd.step.legality.memory_rules import check_hazards, check_output_memory
 
 _MOST = 20  # problems in one error
 _CONSTANTS = (
@@ -69,7 +68,7 @@ class Proof:
         return shown
 
     def doubt(self, name: str, compared: Collection[str] = ()) -> str:
-        """What to tell whoever applied an edit of which not all is proved.
+        """The warning for an edit of which not all is proved.
 
         Args:
             name: The edit.

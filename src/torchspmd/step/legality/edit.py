@@ -218,7 +218,7 @@ class FakeResults:
             self.values[node] = value
 
     def write_down(self) -> None:
-        """Correct what the graph says of its nodes, for whoever reads it next."""
+        """Correct the fake values of the graph's nodes, for those who read it next."""
         for node, value in self.values.items():
             written = node.meta.get("val")
             if value is None or value is written:

@@ -527,9 +527,8 @@ _BY_PLACE = frozenset(
         "sym_stride",
     )
 )
-_KEEPING = frozenset(
-    {"aten::alias", "aten::detach", "_c10d_functional::wait_tensor"}
-)  # views of the same places
+# Views of the same places.
+_KEEPING = frozenset({"aten::alias", "aten::detach", "_c10d_functional::wait_tensor"})
 
 
 def reads_layout(call: OpCall) -> bool:

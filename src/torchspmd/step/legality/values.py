@@ -127,7 +127,7 @@ class Term(NamedTuple):
 
     Attributes:
         head: What computes it.
-        attributes: Everything about the call that is no value: numbers, places, names.
+        attributes: Everything about the call besides values: numbers, places, names.
         children: The values that it is computed from.
     """
 

@@ -38,10 +38,10 @@ class Transformed:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """What ``backend="auto"`` came to for programs that send the same.
+    """What ``backend="auto"`` has chosen for programs that send the same.
 
     Attributes:
-        taken: The backend that runs them; None as long as that is measured.
+        taken: The backend that runs them; None while that is measured.
         needed: The backends that such a program is to have when it is built.
         seconds: The time of a call by backend, on the slowest rank; empty where nothing
             was measured.

@@ -16,7 +16,7 @@ _PASSING = ("input", "gradient")  # other tensors at each call: copied into a bu
 
 @final
 class CudaGraphRun:
-    """Runs a graph a few times aside, then captures it and replays that.
+    """Runs a graph a few times on a stream of its own, then captures and replays it.
 
     States keep their memory from step to step, so the CUDA graph reads and writes the
     user's own tensors; where one was replaced by another, it is captured again. Inputs and

@@ -140,7 +140,7 @@ def compute_in_place(
         written: The inputs that get a new value, by the node of that value.
         may_write: Which operators may be changed, if not all: a compiler chooses itself
             where it computes.
-        scratch: Inputs that nobody needs after the graph: anything may be left in them.
+        scratch: Inputs that are not needed after the graph: anything may be left in them.
     """
     if may_write is None:
         drop_undone_transposes(graph)
@@ -323,7 +323,7 @@ def _find_writes(node: fx.Node) -> tuple[_Write, ...]:
     if isinstance(node.args[0], fx.Node):
         return (_Write(node.args[0], node),)
     if not isinstance(node.args[0], (list, tuple)):
-        return ()  # 2 ** x: the number is no memory
+        return ()  # 2 ** x: a number has no memory
     return tuple(_list_writes(node, _torch.written_arguments(form)))
 
 

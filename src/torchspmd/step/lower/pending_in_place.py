@@ -32,11 +32,7 @@ from torchspmd.step.graph.metadata import (
     roles_of,
 )
 from torchspmd.step.graph.snapshot import copy_graph
-from torchspmd.step.lower.in_place import (
-    compute_in_place,
-    copy_results,
-    write_in_place,
-)
+from torchspmd.step.lower.in_place import compute_in_place, copy_results, write_in_place
 
 # A graph, and what was compiled for others of its step -> what to call, a line about it.
 CompileGraph = Callable[
@@ -62,9 +58,8 @@ class FormsInPlace:
         compile_graph: CompileGraph | None,
     ) -> None:
         self._run, self._whole, self._compile = run, whole, compile_graph
-        self._left: Mapping[
-            int, str
-        ] = {}  # updates that are not made in place, and why
+        # Updates that are not made in place, and why.
+        self._left: Mapping[int, str] = {}
         self._spare: frozenset[int] = frozenset()
         self.notes: list[str] = []
         self.running: dict[str, fx.Graph] = {}
@@ -84,7 +79,7 @@ class FormsInPlace:
         else:
             running, _ = write_in_place(form, keep_inputs=True)
         self.running[name] = running.graph
-        # Whoever asks for a flush waits for it, and it is mostly updates.
+        # The caller of a flush waits for it, and it is mostly updates.
         if self._compile is None or name == "flush":
             return RunningGraph.of(running)
         compiled, note = self._compile(running, self._compiled)
@@ -199,7 +194,7 @@ def _find_regions(
 ) -> tuple[dict[int, dict[int, fx.Node]], dict[int, str]]:
     """By region: the inputs that get a new value from it, by the index of the output.
 
-    And why others are no candidates: they give something that has no memory yet.
+    And why others are not candidates: they give something that has no memory yet.
     """
     left = dict(refused)
     found: dict[int, dict[int, fx.Node]] = {}

@@ -138,10 +138,7 @@ class _Measured:
 
 
 def _run_clocked(
-    graph: fx.GraphModule,
-    flat: Sequence[Any],
-    first: fx.GraphModule | None,
-    runs: int,
+    graph: fx.GraphModule, flat: Sequence[Any], first: fx.GraphModule | None, runs: int
 ) -> _Measured:
     num_carried = 0 if first is None else _num_inputs(graph) - _num_inputs(first)
     running = _as_it_runs(graph, is_steady=first is not None)
@@ -186,7 +183,7 @@ def _as_it_runs(graph: fx.GraphModule, *, is_steady: bool) -> fx.GraphModule:
 
 
 def _ignore(region: int) -> None:
-    """Nobody repeats a measured run."""
+    """A measured run is not repeated: its progress need not be noted."""
 
 
 def _step(

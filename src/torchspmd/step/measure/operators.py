@@ -114,7 +114,7 @@ def _check(
 def own_rates(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> CostModel:
-    """What this rank measures; guesses for the network where there is no group."""
+    """What this rank measures; without a group, guesses for the network."""
     guess = CostModel.for_device(device.type)
     network, latency = guess.network_bytes, guess.latency_seconds
     flops, memory = _compute_rate(device, dtype), _memory_rate(device, dtype)
@@ -211,7 +211,7 @@ def _network(
 
 
 def _time(run: Callable[[], object], device: torch.device) -> float:
-    """The median of some runs, after one that nobody counts."""
+    """The median of some runs, after one that does not count."""
     times = []
     for _ in range(1 + _TRIES):
         _synchronize(device)

@@ -13,11 +13,9 @@ from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.micro_batches import join_scatters
 from torchspmd.step.capture.parallel_mode import ParallelMode, Relayout
 from torchspmd.step.graph.metadata import OwnerLog
-from torchspmd.step.modes.gather import (
-    Gathering,
-    check_writes,
+from torchspmd.step.modes.gather import Gathering, check_writes, forwards_see
+from torchspmd.step.modes.gather_lifetime import (
     drop_unused_gathers,
-    forwards_see,
     gather_again_in_backward,
     gather_once,
 )

@@ -219,9 +219,8 @@ def _recurrent(layers: Callable[..., Any], x: torch.Tensor, *args: Any) -> Any:
     return (made.transpose(0, 1) if rows_first else made, *states)
 
 
-_NUM_OPTIONS = (
-    8  # states, weights, bias, layers, dropout, training, both ways, rows first
-)
+# States, weights, bias, layers, dropout, training, both ways, rows first.
+_NUM_OPTIONS = 8
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _POOLS = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _OWN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {

@@ -288,7 +288,7 @@ def plan_shardings(inventory: Inventory, axes: DataAxes) -> dict[int, Sharding]:
 def plan_layout(
     inventory: Inventory, shardings: dict[int, Sharding]
 ) -> Relayout | None:
-    """Shards for all parameters of a step that are no shards yet; None: all are."""
+    """Shards for all parameters of a step that are not shards yet; None: all are."""
     slots = list(inventory.slots)
     for place, sharding in _with_states(inventory, shardings):
         if _is_unsharded(sharding, slots[place].tensor):

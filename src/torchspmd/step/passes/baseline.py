@@ -1,8 +1,8 @@
 """Whether deferring is worth it: a step as it came, and what leaving updates costs.
 
-Reductions that overlap with the next forward are not for nothing: an optimizer that is
-split has more and smaller updates, which take the device and Python longer. What that
-costs does not shrink on a faster machine, as everything else does.
+To overlap reductions with the next forward has a cost: an optimizer that is split has more
+and smaller updates, which take the device and Python longer. That cost does not shrink on a
+faster machine, as everything else does.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from torch import fx
 from torchspmd.step.graph.cost import CostModel, device_of
 from torchspmd.step.passes.pacing import estimate
 
-# What Python takes, in times that an operator is launched: around any node; and to leave
-# an update, to note that it is made and to write it.
+# What Python takes, in launches of an operator: around any node; and for each update that
+# waits, to leave it, to note that it is made and to write it.
 _NODE_LAUNCHES = 1.5
 _JOB_LAUNCHES = 6.0
 # What one more update takes on a GPU, in launches besides its own: a short list of tensors

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -226,13 +227,12 @@ def _units(
     )
     if not by_block or not is_sharded:
         return [(block, _alone(block)) for block in blocks]
-    sizes: dict[str, int] = {}
-    for block in blocks:
-        place = block_of(owner_of(block.start).module)
-        sizes[place] = sizes.get(place, 0) + block.event.payload_bytes
+    places = [block_of(owner_of(block.start).module) for block in blocks]
+    sizes: Counter[str] = Counter()
+    for block, place in zip(blocks, places, strict=True):
+        sizes[place] += block.event.payload_bytes
     found = []
-    for block in blocks:
-        place = block_of(owner_of(block.start).module)
+    for block, place in zip(blocks, places, strict=True):
         is_whole = place != "" and sizes[place] <= _LARGEST_UNIT
         unit = _Unit(place, sizes[place], is_whole) if is_whole else _alone(block)
         found.append((block, unit))
@@ -344,8 +344,7 @@ def _deadline(block: CommBlock) -> fx.Node:
     the first member does.
     """
     if block.gathers_inputs():
-        output: fx.Node = block.start.graph.output_node()
-        return output
+        return block.start.graph.output_node()
     return latest_place(block)
 
 
@@ -540,8 +539,8 @@ def _unpack(
 ) -> list[fx.Node]:
     """The results of blocks, from the result of their bucket, each like another node.
 
-    What leaves the graph is copied: whoever gets it must not hold the whole bucket, nor
-    share memory with another.
+    What leaves the graph is copied: the caller must not keep the whole bucket alive, nor
+    get tensors that share memory.
     """
     kind, num_ranks = blocks[0].kind, blocks[0].group.size
     num_rows = 1 if kind is Kind.REDUCE_SCATTER else rows.num_rows

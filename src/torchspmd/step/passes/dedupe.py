@@ -120,12 +120,12 @@ def _join(graph: fx.Graph, kept: CommBlock, block: CommBlock) -> None:
 
 
 # ----------------------------------------------------------------------------
-# Nodes whose results nobody reads, removed; collectives too.
+# Nodes whose results are not read are removed, collectives too.
 
 
 @graph_optimization_pass(prerequisites=[], apply_after=[], undoes_others=False)
 def remove_dead_code(gm: HasGraph) -> Outcome:
-    """Remove what computes or communicates for nobody.
+    """Remove computation and communication whose result is not read.
 
     Torch's own removal keeps every wait, and so every collective. What has an effect
     stays: random numbers, which move the generator on, and what writes or checks.

@@ -35,12 +35,7 @@ from torchspmd.step.graph.nodes import HasGraph, descendants
 from torchspmd.step.graph.optimizer_lists import Chains, first_items, split_by_group
 from torchspmd.step.graph.reports import ORDERS, Outcome
 from torchspmd.step.graph.simulate import begin_seconds
-from torchspmd.step.passes.baseline import (
-    Baseline,
-    in_groups,
-    machines,
-    neighbours,
-)
+from torchspmd.step.passes.baseline import Baseline, in_groups, machines, neighbours
 from torchspmd.step.passes.optimizer import remove_copy_from_optimizer
 from torchspmd.step.passes.overlap import schedule_comm_wait
 from torchspmd.step.passes.pacing import (
@@ -138,7 +133,7 @@ def defer_updates(
             "Leave out one of them."
         )
     graph = gm.graph
-    # Whoever defers without asking whether it gains, and by a guess, wants all of it.
+    # Without a check for a gain, and with a guessed cost, all of it is deferred.
     may_join = cost is not None or only_if_faster
     tried = machines(cost, device_of(graph), is_doubted=only_if_faster)
     cost = tried[0]
@@ -197,7 +192,7 @@ def _move(
 
 
 def isolate_update(graph: fx.Graph, moving: fx.Node) -> list[fx.Node]:
-    """All that needs a node's result, with optimizers split so that it is no more."""
+    """All that needs a node's result; optimizers are split so that nothing else does."""
     _isolate_updates(graph, [[moving]])
     return _update_region(Iteration.of(graph), [moving])
 
@@ -306,7 +301,7 @@ def _find_jobs(
     cost: CostModel,
     together: Sequence[Sequence[str]] = (),
 ) -> tuple[list[_Job], list[str]]:
-    """The work that can be deferred, what is needed first in front, and why other not.
+    """The work that can be deferred, first what is needed first, and why other cannot.
 
     Optimizers are split, so that each update needs its own reduction alone, or those whose
     starts are named together.
@@ -319,7 +314,7 @@ def _find_jobs(
             if block.problem:
                 raise UsageError(block.problem)
             first = block.start if start == "next" else block.wait
-            _check_only_updates(graph, block, first, taken)
+            _check_only_updates(block, first, taken)
         except UsageError as error:
             refused.append(f"{block.start.name}: {_first_problem(error)}")
         else:
@@ -419,7 +414,7 @@ def _told_shared(job: _Job, group: Sequence[_Job]) -> str:
 
 
 def _check_only_updates(
-    graph: IterGraph, block: CommBlock, moving: fx.Node, taken: Container[str]
+    block: CommBlock, moving: fx.Node, taken: Container[str]
 ) -> None:
     """Raise unless a reduction feeds updates alone, none of which is moved already.
 
@@ -469,11 +464,7 @@ def _body(graph: IterGraph, jobs: Sequence[_Job]) -> tuple[list[fx.Node], fx.Nod
 
 
 def _order(
-    graph: IterGraph,
-    jobs: list[_Job],
-    cost: CostModel,
-    may_delay: bool,
-    rise_mb: float,
+    graph: IterGraph, jobs: list[_Job], cost: CostModel, may_delay: bool, rise_mb: float
 ) -> tuple[Ordering, str]:
     """Choose when gradients are computed and reductions start; with a line about it."""
     body, end = _body(graph, jobs)
@@ -588,7 +579,7 @@ def _simulated(gain: float) -> str:
 
 
 def _worth(gain: float) -> str:
-    """What overlapping gains, as far as can be told before the step has run."""
+    """What overlapping gains, as far as it is known before the step has run."""
     line = _simulated(gain)
     if gain >= _WORTH:
         return line

@@ -38,8 +38,8 @@ def gather_embedding_gradients(
     """Gather looked-up rows and indices instead of reducing an embedding's gradient.
 
     A gradient that is a sum, as of a weight that embedding and head share, is decomposed:
-    what is no embedding's is reduced by itself, as soon as backward has it. That sends
-    more in all, and less at the end.
+    the rest is reduced by itself, as soon as backward has it. That sends more in all, and
+    less at the end.
 
     Every rank must have as many indices as the others: all look up batches of one shape.
     Sums are made in another order, so results differ in their last bits.
@@ -167,7 +167,7 @@ class _Gathering:
             return told
         if not gradient.has_rest or seconds <= reduced / 2:
             return ""
-        # The rest is reduced all the same: that pays where the wire has time for both.
+        # The rest is reduced as well: that pays where the wire has time for both.
         wire = sum(self.cost.comm_seconds(each) for _, each in events_of(self.gm.graph))
         computing = sum(map(self.cost.compute_seconds, self.gm.graph.nodes))
         if wire + seconds <= computing:

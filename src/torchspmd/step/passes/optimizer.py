@@ -30,9 +30,7 @@ from torchspmd.step.passes.runner import graph_optimization_pass
 
 
 def split_fused_optimizer(
-    gm: Any,
-    optim_block: FusedOptimizerBlock,
-    split_gradients: Collection[fx.Node],
+    gm: Any, optim_block: FusedOptimizerBlock, split_gradients: Collection[fx.Node]
 ) -> tuple[FusedOptimizerBlock, FusedOptimizerBlock]:
     """Split a fused optimizer by gradients; use it again for more parts.
 

@@ -191,10 +191,7 @@ def updates_at(
     """
     members: dict[str, list[Reduction]] = {}
     for reduction in places:
-        members[reduction.update] = [
-            *members.pop(reduction.update, []),
-            reduction,
-        ]
+        members[reduction.update] = [*members.pop(reduction.update, []), reduction]
     position: dict[fx.Node, int] = {}
     if len(members) < len(places):
         position = {node: place for place, node in enumerate(order)}

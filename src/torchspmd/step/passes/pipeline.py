@@ -94,8 +94,7 @@ def _dedupe(gm: Any) -> PassReport:
     if len(phases) > 1:  # else nothing would be kept from one to another
         live = LiveBytes(gm.graph, with_updates=False).now()
         peak = max(live.values(), default=0) / 2**20
-    report: PassReport = dedupe_collectives(gm, keep_mb=_KEPT * peak)
-    return report
+    return dedupe_collectives(gm, keep_mb=_KEPT * peak)
 
 
 def _or_guess(gm: Any, cost: CostModel | None) -> CostModel:
@@ -115,19 +114,17 @@ def _prefetch(
     if sizes and bucket_size_mb is None:
         size = choose_bucket_size(gm, cost)
     size = max([size, *(each for each in sizes if each <= _LARGEST_MB)])
-    report: PassReport = prefetch_gathers(
+    return prefetch_gathers(
         gm, cost=_or_guess(gm, cost), memory_budget_mb=_IN_FLIGHT * size
     )
-    return report
 
 
 def _fuse(gm: Any, bucket_size_mb: float | None, cost: CostModel | None) -> PassReport:
     is_chosen = bucket_size_mb is None  # a size that was asked for is a limit
     size = choose_bucket_size(gm, cost) if bucket_size_mb is None else bucket_size_mb
-    report: PassReport = comm_fusion_with_concat(
+    return comm_fusion_with_concat(
         gm, size, first_bucket_mb=_FIRST_MB, by_block=is_chosen
     )
-    return report
 
 
 def choose_bucket_size(gm: Any, cost: CostModel | None = None) -> float:
@@ -348,9 +345,7 @@ class GraphModuleTransformation:
 
     @classmethod
     def by_default(
-        cls,
-        overlap: Overlap,
-        cost: CostModel | Literal["measure"] | None,
+        cls, overlap: Overlap, cost: CostModel | Literal["measure"] | None
     ) -> Self:
         """What ``compile(passes=True)`` runs; does not warn where nothing can be done."""
         made = cls(

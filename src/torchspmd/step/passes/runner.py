@@ -20,7 +20,7 @@ from torchspmd.step.graph.argument_checks import check_module
 from torchspmd.step.graph.collectives import graph_size
 from torchspmd.step.graph.metadata import roles_of
 from torchspmd.step.graph.nodes import drop_dead_code
-from torchspmd.step.graph.reports import GraphSize, Outcome, PassReport
+from torchspmd.step.graph.reports import Outcome, PassReport
 from torchspmd.step.graph.snapshot import (
     Snapshot,
     copy_graph,
@@ -75,7 +75,7 @@ class _Observing:
 _histories: weakref.WeakKeyDictionary[Any, list[tuple[str, PassReport]]] = (
     weakref.WeakKeyDictionary()
 )
-# Passes are called by user code: whoever verifies or dumps graphs cannot be an argument.
+# Passes are called by user code, so what verifies or dumps graphs cannot be an argument.
 # Nor can it be kept by module, as histories are: user code may make a module of its own.
 _observers: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
 _rules: dict[str, _Rules] = {}
@@ -118,8 +118,8 @@ def graph_optimization_pass(
         >>> report.outcome.changed
         1
         >>> report = split(gm)
-        >>> applied_passes(gm)
-        ('fuse', 'split')
+        >>> [each.name for each in pass_reports(gm)]
+        ['fuse', 'split']
     """
     rules = _Rules(
         _keys("prerequisites", prerequisites),
@@ -148,13 +148,6 @@ def graph_optimization_pass(
 def _run(gm: Any, key: str, edit: Callable[[], Any], rules: _Rules) -> PassReport:
     """Run a declared pass."""
     start = time.perf_counter()
-    if not isinstance(gm.graph, fx.Graph):  # a stand-in in a test of the order
-        edit()
-        size, seconds = GraphSize(0, 0, 0), time.perf_counter() - start
-        none = Outcome(0, 0)
-        report = PassReport(_name(key), none, size, size, "not a graph", seconds)
-        _history(gm).append((key, report))
-        return report
     with _undone_on_failure(gm) as snapshot:
         mapping, done = snapshot.mapping, len(_history(gm))
         try:
@@ -286,7 +279,7 @@ def _check(
 def _earlier_values(gm: Any, snapshot: Snapshot) -> Earlier | None:
     """What the last proof found of the graph that a snapshot was taken of.
 
-    Nothing where anybody touched the graph between that proof and the snapshot.
+    Nothing where the graph was edited between that proof and the snapshot.
     """
     if not isinstance(gm, IterGraphModule) or gm.latest_values is None:
         return None
@@ -307,7 +300,7 @@ def _record(
     *,
     seen: fx.Graph | None = None,
 ) -> PassReport:
-    """Report an edit: to whoever observes, by a warning where needed, and in the history.
+    """Report an edit: to observers, by a warning where needed, and in the history.
 
     Args:
         gm: What was edited.
@@ -356,15 +349,15 @@ def observing_passes(
 ) -> Iterator[None]:
     """Call ``observer(report, graph before, graph after)`` for each pass inside.
 
-    It may return the names of outputs that were not proved and that it compared: of these
-    nobody is warned.
+    It may return the names of outputs that were not proved and that it compared: there is
+    no warning for these.
 
     Args:
         observer: What is called.
         forget: Where a pass or function around passes fails, gets the reports of these
             and the graph that the module has again.
-        is_quiet: Whoever observes shows the reports, so a pass that changed nothing does
-            not warn.
+        is_quiet: The observer shows the reports, so a pass that changed nothing does not
+            warn.
     """
     mine = _Observing(observer, forget, is_quiet)
     token = _observers.set((*_observers.get(), mine))
@@ -372,11 +365,6 @@ def observing_passes(
         yield
     finally:
         _observers.reset(token)
-
-
-def applied_passes(gm: Any) -> tuple[str, ...]:
-    """The names of the passes that were applied to a graph, in order."""
-    return tuple(_name(key) for key, _ in _histories.get(gm, ()))
 
 
 def pass_reports(gm: Any) -> tuple[PassReport, ...]:
@@ -468,7 +456,7 @@ def _check_whole(gm: Any, name: str) -> None:
 
 
 def _check_returned(gm: Any, name: str, said: object) -> None:
-    """Warn of a module that a pass returns and nobody takes."""
+    """Warn of a module that a pass returns and that is not used."""
     is_module = isinstance(said, (fx.GraphModule, IterGraphModule))
     if is_module and said is not gm and said is not getattr(gm, "main_gm", gm):
         warnings.warn(

@@ -21,10 +21,7 @@ from torchspmd.layout.rounding import Tolerance
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.rank_divergence import checksum_parameters
-from torchspmd.step.flush_hooks import (
-    without_flushing,
-    without_flushing_in_backward,
-)
+from torchspmd.step.flush_hooks import without_flushing, without_flushing_in_backward
 from torchspmd.step.graph.collectives import peers_of
 from torchspmd.step.modes.fully_shard import FullySharded
 from torchspmd.step.modes.global_batch import GlobalBatch
@@ -57,10 +54,8 @@ from torchspmd.step.shadow.eager import (
 )
 
 BY_DEFAULT = 3  # calls after each capture
-EVERY_CALL = "TORCHSPMD_CHECK"  # an environment variable: "1" for every call
-NUMBER = (
-    "TORCHSPMD_SHADOW"  # an environment variable: how many, where compile is not told
-)
+# Environment variables: "1" for every call; how many, where compile does not say.
+EVERY_CALL, NUMBER = "TORCHSPMD_CHECK", "TORCHSPMD_SHADOW"
 _LONGEST_CHAIN = 8  # eager calls that build on each other while updates are pending
 _SECONDS = 300.0  # for ranks to come
 _SHOWN = 6
@@ -80,7 +75,7 @@ class ShadowPlan:
 
     @classmethod
     def of(cls, shadow: int | None, every: int | None) -> "ShadowPlan":
-        """What ``compile`` was told, or the environment says."""
+        """What ``compile`` was given, or the environment says."""
         if shadow is None:
             if os.environ.get(EVERY_CALL) == "1":
                 return cls(-1)
@@ -165,6 +160,11 @@ class Shadow:
     _found: list[Difference] = field(default_factory=list)  # by a flush, not said yet
     _notes: dict[str, None] = field(default_factory=dict)
     _is_unmeasured: bool = False  # whether memory was short for a second eager call
+
+    @property
+    def _place(self) -> str:
+        """Where ranks post for each other about this step."""
+        return f"torchspmd/step/{self.name}/{self.key}/shadow"
 
     @property
     def is_idle(self) -> bool:
@@ -312,9 +312,8 @@ class Shadow:
         self._found = []
         if before is not None and before.is_left:
             _compare_late(before, outcome)  # made by this call, or by a flush
-        is_earlier = bool(
-            outcome.differences
-        )  # all that differs now may follow from it
+        # All that differs now may follow from an earlier difference.
+        is_earlier = bool(outcome.differences)
         if call is not None and not is_earlier:
             self._compare_now(call, result, outcome, is_pending=is_pending)
             if is_pending:
@@ -465,14 +464,14 @@ class Shadow:
 
     def _exchange(self, text: str, ranks: list[int], stage: str) -> Mapping[int, str]:
         self._exchanged += 1
-        key = f"torchspmd/step/{self.name}/{self.key}/shadow"
+        key = self._place
         found = exchange_texts(
             text, ranks, f"{key}/{self._exchanged}/{stage}", _SECONDS, f"{key}/failed"
         )
         if found.failures:
             failed = "; ".join(f"rank {r}: {t}" for r, t in found.failures.items())
             raise _GivenUpError(f"a call failed on another rank ({failed})")
-        # Whoever came here has read all that was posted for the last but one.
+        # A rank that is here has read all that was posted for the last call but one.
         rank = dist.get_rank()
         for old in ("begin", "end"):
             _torch.default_store().delete_key(
@@ -493,8 +492,8 @@ class Shadow:
             if call is not None and len(self._ranks(call)) > 1:
                 self._give_up("a call failed on this rank")
                 with contextlib.suppress(RuntimeError):
-                    key = f"torchspmd/step/{self.name}/{self.key}/shadow/failed"
-                    post_failure(_torch.default_store(), dist.get_rank(), key, error)
+                    store, key = _torch.default_store(), f"{self._place}/failed"
+                    post_failure(store, dist.get_rank(), key, error)
             raise
 
     def _give_up(self, text: str) -> Skip:

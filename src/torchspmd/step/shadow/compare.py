@@ -472,15 +472,9 @@ def likely_cause(
         )
     unwritten = [each.name for each in differences if each.is_unwritten]
     if unwritten and len(unwritten) == len(differences):
-        return (
-            f"a state that is not written: {', '.join(unwritten[:_SHOWN])}",
-            f"{_ALONE}",
-        )
+        return (f"a state that is not written: {', '.join(unwritten[:_SHOWN])}", _ALONE)
     if evidence.is_first:
-        return (
-            "the captured graph computes something else than the step",
-            f"{_ALONE}",
-        )
+        return ("the captured graph computes something else than the step", _ALONE)
     return (
         "a Python value that the step reads has changed since it was captured, where no "
         "guard sees it (the environment, a file, an object of an installed package)",

@@ -15,17 +15,9 @@ from torchspmd import _torch
 from torchspmd.step.capture.guards import walk_data
 from torchspmd.step.capture.inventory import Inventory, Number, Role
 from torchspmd.step.capture.optimizer_rules import is_counter
-from torchspmd.step.capture.outputs import (
-    NewGradient,
-    NewNumber,
-    NewValue,
-    Result,
-)
+from torchspmd.step.capture.outputs import NewGradient, NewNumber, NewValue, Result
 from torchspmd.step.capture.parallel_mode import ParallelMode
-from torchspmd.step.capture.side_effects import (
-    undo_python,
-    watch_python,
-)
+from torchspmd.step.capture.side_effects import undo_python, watch_python
 from torchspmd.step.capture.snapshots import MISSING
 from torchspmd.step.deferral.module import IterGraphModule
 from torchspmd.step.graph.metadata import output_values
@@ -91,7 +83,6 @@ class Eager:
         error: What it raised instead.
         changes: What it changed in Python, as text; it was put back.
         random: The state of every generator of torch after it.
-        drew: Whether it drew random numbers.
         gradients: The sizes of the gradients that backward made, by slot.
         sums: Their sums, by slot, where that was asked for.
         ahead: What the next call begins with, of what is late, by slot.
@@ -103,7 +94,6 @@ class Eager:
     error: Exception | None = None
     changes: list[str] = field(default_factory=list)
     random: list[torch.Tensor] = field(default_factory=list)
-    drew: bool = False
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     ahead: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -263,7 +253,7 @@ def run_eagerly(
                 if number.is_counter and number.holder is not None
             }
     finally:
-        found.random, found.drew = generators.put_back()
+        found.random = generators.put_back()
         found.changes = undo_python(watched)
         torch.clear_autocast_cache()
     _read_values(found, copies, late, ahead)
@@ -307,9 +297,8 @@ def _read_values(
         _read_gradients(found, copies, late)
         _read_states(found, copies, late)
     for each in found.values:
-        is_gradient = (
-            each.kind is Kind.GRADIENT
-        )  # its own slot, where a step adds to it
+        # A gradient has a slot of its own where a step adds to it.
+        is_gradient = each.kind is Kind.GRADIENT
         place = inventory.gradients.get(each.slot, -1) if is_gradient else each.slot
         if each.is_late and place in late.slots and each.value is not None:
             found.ahead[place] = each.value
@@ -517,10 +506,7 @@ def _seen_by_forwards(
 
 
 def _reduction(
-    place: int,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
-    talk: _Talk,
-    layout: Any,
+    place: int, reduce: Callable[[torch.Tensor], torch.Tensor], talk: _Talk, layout: Any
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():  # create_graph=True: an inner gradient
@@ -558,12 +544,12 @@ class Generators:
         """The states, as they are now."""
         return [each.get_state() for each in self._all]
 
-    def put_back(self) -> tuple[list[torch.Tensor], bool]:
-        """Set all to what they were; the states until now, and whether any was other."""
+    def put_back(self) -> list[torch.Tensor]:
+        """Set all to what they were; the states until now."""
         now = self.states()
         for generator, state in zip(self._all, self._before, strict=True):
             generator.set_state(state)
-        return now, not all(map(torch.equal, now, self._before))
+        return now
 
 
 def draws(graph: fx.GraphModule) -> bool:

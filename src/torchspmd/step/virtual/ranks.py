@@ -579,8 +579,7 @@ def _advance(
     try:
         return running.send(result)
     except StopIteration as end:
-        outputs: list[Any] = end.value
-        return outputs
+        return end.value
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -604,7 +603,7 @@ def _finished(value: Any, used: fx.Node, by: fx.Node) -> Any:
     if not value.is_done:
         raise VirtualRanksError(
             f"virtual ranks: {by.name} reads the result of {readable_name(used)}, which "
-            "nobody has waited for; on real ranks its values may not have arrived."
+            "was not waited for; on real ranks its values may not have arrived."
         )
     return value.value
 

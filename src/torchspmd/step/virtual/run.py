@@ -287,7 +287,7 @@ def _placed(form: Stage, values: list[Any], num_outputs: int) -> list[Any]:
     for place, value in zip(form.outputs, values, strict=False):
         if isinstance(value, InFlight) and not value.is_done:
             raise VirtualRanksError(
-                f"virtual ranks: output {place} is a result that nobody has waited for."
+                f"virtual ranks: output {place} is a result that was not waited for."
             )
         outputs[place] = value.value if isinstance(value, InFlight) else value
     return outputs

@@ -223,7 +223,7 @@ class Contract:
         )
 
     def _check_names(self, part: Part) -> None:
-        """Refuse a name that nothing has: a claim on it would hold for ever."""
+        """Refuse a name that nothing has: a claim on it would always hold."""
         if self._axes is not None and part.axis is not None:
             seen = {key.axis for key in self._rows}
             for axis in part.axis:

@@ -53,12 +53,12 @@ class Recipe:
         mesh: Axes and sizes, as in ``dp=2,tp=4``; their product is the world size.
         rank: The rank that was played.
         steps: How many optimizer steps were recorded; 0 for all.
-        skip: How many were let pass before.
+        skip: How many were skipped before.
         arguments: What the script was given.
         fake: Whether its tensors held no memory.
-        gpu: What it was told of its GPU: a name, or a TOML file, relative to the lock's
-            folder; None: no certain one.
-        gpus_per_node: Ranks of a node, as the script was told; None: as is usual.
+        gpu: The GPU that it saw: a name, or a TOML file relative to the lock's folder; None
+            for no particular one.
+        gpus_per_node: Ranks of a node, as it saw them; None for the usual number.
     """
 
     script: str

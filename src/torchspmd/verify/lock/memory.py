@@ -37,7 +37,9 @@ class MemoryWatch:
         self._held: frozenset[int] = frozenset()
         self._thread = _Calls()
         self._hooks: list[Any] = []
-        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._saving = torch.autograd.graph.saved_tensors_hooks(
+            self._pack, lambda saved: saved.tensor
+        )
 
     def __enter__(self) -> Self:
         self._hooks = [
@@ -78,7 +80,11 @@ class MemoryWatch:
             self._thread.modules.pop()
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._measure(_parameters_of(optimizer))
+        self._measure(
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         state = _torch.leaves_of(torch.Tensor, list(optimizer.state.values()))
@@ -167,20 +173,11 @@ class _Saved:
             self._waiting.remove(key, size)
 
 
-def _unpack(saved: _Saved) -> torch.Tensor:
-    return saved.tensor
-
-
 def _is_fully_sharded(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported by its users
     return fsdp is not None and any(
         isinstance(inner, fsdp.FSDPModule) for inner in module.modules()
     )
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

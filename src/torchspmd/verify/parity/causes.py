@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchspmd.verify.parity.match import Match, difference, largest
+from torchspmd.verify.parity.match import Match, difference, largest, sums_along
 from torchspmd.verify.recording.files import Kind
 from torchspmd.verify.recording.layouts import Grid, cut
 
@@ -61,16 +61,6 @@ class Evidence(Match):
             return False
         pairs = zip(others, self.expected, strict=True)
         return all(self.close(centred(a), centred(b)) for a, b in pairs)
-
-    def sums(self, axes: tuple[str, ...]) -> list[torch.Tensor] | None:
-        """For each rank the sum over the ranks along some axes; None if shapes differ."""
-        found, sums = self.found, []
-        for rank in range(len(found)):
-            team = [found[other].double() for other in self.grid.along(rank, axes)]
-            if any(part.shape != team[0].shape for part in team):
-                return None
-            sums.append(torch.stack(team).sum(0))
-        return sums
 
     def ranks_agree(self) -> bool:
         """Whether ranks that should hold the same part hold the same values."""
@@ -225,7 +215,7 @@ def _missing_reduction(evidence: Evidence) -> Cause | None:
     if evidence.ranks_agree():
         return None
     for axes in axis_sets(evidence.grid):
-        sums = evidence.sums(axes)
+        sums = sums_along(evidence.found, evidence.grid, axes)
         if sums is None:
             continue
         name, size = " and ".join(map(repr, axes)), evidence.grid.size(axes)
@@ -361,11 +351,7 @@ def _permuted(evidence: Evidence) -> Cause | None:
 
 
 def _is_permuted(
-    evidence: Evidence,
-    value: torch.Tensor,
-    expected: torch.Tensor,
-    dim: int,
-    size: int,
+    evidence: Evidence, value: torch.Tensor, expected: torch.Tensor, dim: int, size: int
 ) -> bool:
     if value.shape[dim] < size or value.shape[dim] % size:
         return False

@@ -11,15 +11,8 @@ import torch
 from torchspmd.errors import RecordingError, UsageError
 from torchspmd.layout.rounding import Tolerance, choose_tolerance
 from torchspmd.verify.parity.causes import Cause, Evidence, find_cause
-from torchspmd.verify.parity.compare_step import (
-    RESULTS,
-    Result,
-    Sides,
-    Status,
-    StepComparison,
-    choose_first,
-    place_of,
-)
+from torchspmd.verify.parity.compare_step import RESULTS, Sides, StepComparison
+from torchspmd.verify.parity.origin import Result, Status, choose_first, place_of
 from torchspmd.verify.parity.vacuous import (
     find_vacuous,
     rounding_notes,
@@ -127,13 +120,15 @@ class _Comparison:
         if not any(result.key.kind in RESULTS for result in wrong):
             # After an update, parameters whose gradients are rounding differ, and what
             # they give, while no result depends on them.
-            for result in [each for each in wrong if each.relative > 30 * each.allowed][
-                :3
-            ]:
-                self.notes[
-                    f"{result.key.kind.value} {result.key.name!r} has another value than "
-                    "on one device, but nothing follows from it"
-                ] = None
+            far = [each for each in wrong if each.relative > 30 * each.allowed]
+            self.notes.update(
+                (
+                    f"{each.key.kind.value} {each.key.name!r} has another value than on "
+                    "one device, but nothing follows from it",
+                    None,
+                )
+                for each in far[:3]
+            )
             return None, []
         chosen = choose_first(results, is_later=step > 0)
         assert chosen is not None, wrong
@@ -180,10 +175,8 @@ class _Comparison:
         ranks = tuple(range(header.world_size))
         cause = _cause_without_match(result)
         if match is not None:
-            ranks, layout = (
-                match.wrong_ranks,
-                describe_layout(header.grid, match.layout),
-            )
+            ranks = match.wrong_ranks
+            layout = describe_layout(header.grid, match.layout)
             evidence = Evidence(
                 match.layout,
                 match.found,

@@ -91,7 +91,7 @@ def _sendable(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that pickles and does the same on a rank.
 
     ``mapped = local_map(reference, ...)`` has the name of ``reference``, and pickle sends
-    functions by name: of such a one, the function and its layouts are sent.
+    functions by name; so the function and its layouts are sent instead.
     """
     if not inspect.isfunction(function) or not pickling_problems({"": function}):
         return function

@@ -25,9 +25,8 @@ class Match:
     layout: Layout
     found: tuple[torch.Tensor, ...]
     expected: tuple[torch.Tensor, ...]
-    excess: tuple[
-        float, ...
-    ]  # by rank: how far the worst element is over what is allowed
+    # By rank: how far the worst element is over what is allowed.
+    excess: tuple[float, ...]
     error: float  # largest absolute difference
 
     @property
@@ -147,6 +146,19 @@ def _common_layout(layout: Layout, grid: Grid, piece: Piece) -> Layout | None:
     if len(sharded) > 1:  # on one dimension, their order would matter
         return None
     return tuple(own.get(name, found[name]) for name in grid.names)
+
+
+def sums_along(
+    values: Sequence[torch.Tensor], grid: Grid, axes: Sequence[str]
+) -> list[torch.Tensor] | None:
+    """For each rank the sum over the ranks along some axes; None if shapes differ."""
+    sums = []
+    for rank in range(len(values)):
+        team = [values[other].double() for other in grid.along(rank, axes)]
+        if any(part.shape != team[0].shape for part in team):
+            return None
+        sums.append(torch.stack(team).sum(0))
+    return sums
 
 
 def largest(value: torch.Tensor) -> float:

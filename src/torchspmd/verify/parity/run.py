@@ -250,8 +250,7 @@ def _compiled(
     options = dict(job.compile) if isinstance(job.compile, Mapping) else {}
     if isinstance(options.get("mesh"), str):
         options["mesh"] = mesh[options["mesh"]]
-    compiled: Callable[..., Any] = compile_step(**options)(step)
-    return compiled
+    return compile_step(**options)(step)
 
 
 def _own_part(job: Job, batch: Any, mesh: DeviceMesh) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torchspmd.verify.parity.match import largest
 from torchspmd.verify.recording.files import INITIAL, Header, Key, Kind, Recording
 
-# A mask with -inf is well as a buffer, and a row of NaN as an activation nobody reads.
+# Other values may be infinite or NaN: a buffer that is a mask, rows of an activation.
 _FINITE = (Kind.LOSS, Kind.OUTPUT, Kind.GRADIENT, Kind.PARAMETER, Kind.STATE)
 
 
@@ -49,10 +49,7 @@ class Watch:
 
 
 def find_vacuous(
-    watch: Watch,
-    reference: Header,
-    parallel: Header,
-    without_grad: Sequence[str],
+    watch: Watch, reference: Header, parallel: Header, without_grad: Sequence[str]
 ) -> list[str]:
     """Why the runs could agree and still both be dead."""
     found = [f"not a finite number: {what}" for what in watch.not_finite[:3]]
@@ -128,9 +125,7 @@ def is_declared(name: str, patterns: Sequence[str]) -> bool:
 
 
 def structure_problems(
-    reference: Recording,
-    parallel: Recording,
-    initial: Mapping[str, bool],
+    reference: Recording, parallel: Recording, initial: Mapping[str, bool]
 ) -> list[tuple[str, str]]:
     """Parameters that one run has and the other has not, or ties that were cut.
 

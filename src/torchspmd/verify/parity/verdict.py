@@ -10,7 +10,6 @@ from torchspmd.verify.recording.files import Kind
 
 BITWISE = Tolerance(0.0, "bitwise, as asked for")
 
-
 _PLURALS = {
     Kind.INPUT: "inputs",
     Kind.FORWARD: "activations",
@@ -92,7 +91,10 @@ def _lines(verdict: Verdict) -> list[str]:
     if verdict.vacuous:
         lines += ["", "  the agreement would mean nothing:"]
         lines += _listed(list(verdict.vacuous))
-    lines += ["", f"  compared, {_steps(verdict)}: {_counts(verdict)}"]
+    lines += [
+        "",
+        f"  compared, {format_count(verdict.num_steps, 'step')}: {_counts(verdict)}",
+    ]
     lines.append(f"  tolerance: {_tolerance(verdict.tolerance)}")
     lines += [f"  note: {note}" for note in verdict.notes]
     return lines
@@ -113,10 +115,6 @@ def _listed(lines: list[str]) -> list[str]:
     shown = [f"    * {line}" for line in lines[:_MAX_LINES]]
     more = len(lines) - len(shown)
     return shown + ([f"    and {more} more"] if more else [])
-
-
-def _steps(verdict: Verdict) -> str:
-    return format_count(verdict.num_steps, "step")
 
 
 def _counts(verdict: Verdict) -> str:

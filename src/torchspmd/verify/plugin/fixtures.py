@@ -29,7 +29,7 @@ from torchspmd.verify.lock.lockfile import (
 from torchspmd.verify.plugin.rank import RankPlugin
 from torchspmd.verify.plugin.ranks import LOCK
 
-# Ranks serve many tests, and groups that a mesh made are never given back.
+# Ranks serve many tests, and torch never frees the groups of a mesh.
 _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
@@ -55,7 +55,7 @@ class MeshMaker:
         """A mesh with these axes.
 
         Args:
-            axes: Axes and sizes, for names that are no keywords.
+            axes: Axes and sizes, for names that cannot be keywords.
             rank: Which rank this process plays; for simulated worlds.
             **sizes: Axes and sizes, as in ``spmd_mesh(dp=2, tp=4)``.
         """
@@ -64,7 +64,7 @@ class MeshMaker:
         mesh = (
             self._real(shape, rank) if self._on_real_ranks else self._fake(shape, rank)
         )
-        self._kept.append(mesh)  # the ledger finds an axis' name at a mesh that lives
+        self._kept.append(mesh)  # the ledger finds names of axes in living meshes
         return mesh
 
     def _real(self, shape: dict[str, int], rank: int) -> DeviceMesh:

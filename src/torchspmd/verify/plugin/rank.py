@@ -75,7 +75,7 @@ def warm_up(plugins: tuple[str, ...]) -> None:
 def _run_pytest(arguments: Sequence[str], plugins: list[object]) -> str:
     """Run pytest and give what it printed."""
     said = io.StringIO()
-    # One pytest inside another: what the outer one was told is not for this one.
+    # One pytest inside another: options of the outer one must not reach this one.
     quiet = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, quiet))

@@ -138,7 +138,7 @@ def close_pools(config: pytest.Config) -> None:
         pool.close()
 
 
-# --- what the ranks are told ----------------------------------------------------------
+# --- what is sent to the ranks --------------------------------------------------------
 
 
 def _task(item: pytest.Function, folder: Path) -> RankTask:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchspmd.comm.storage import write_whole
 from torchspmd.errors import RecordingError
 from torchspmd.verify.recording.layouts import Grid, grid_from_dict
 
@@ -155,10 +156,7 @@ def write_header(folder: Path, header: Header) -> None:
     """Say that a rank is done, and what it did."""
     about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__}
     data = {**about, **asdict(header)}
-    path = folder / f"rank{header.rank}.json"
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(folder / f"rank{header.rank}.json", json.dumps(data, indent=1) + "\n")
 
 
 def prepare_folder(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -179,7 +177,7 @@ def load_recording(folder: str | os.PathLike[str]) -> Recording:
     """Open a recording that ``record`` or ``RunOptions(save=...)`` made.
 
     Raises:
-        RecordingError: It is no recording, has another version, or a rank is missing.
+        RecordingError: It is not a recording, has another version, or a rank is missing.
     """
     path = Path(folder)
     first = path / "rank0.json"
@@ -257,15 +255,15 @@ def _read_pieces(path: Path) -> dict[Key, Piece]:
     try:
         data: dict[str, Any] = torch.load(path, weights_only=True)
         rows, values = json.loads(data["table"]), data["values"]
-        return {_key(row["key"]): _piece(row, values) for row in rows}
+        pieces = {}
+        for row in rows:
+            kind, *rest = row["key"]
+            pieces[Key(_KINDS[kind], *rest)] = _piece(row, values)
+        return pieces
     except Exception as error:
         raise RecordingError(
             f"{path} cannot be read ({type(error).__name__}). Record again."
         ) from None
-
-
-def _key(parts: list[Any]) -> Key:
-    return Key(_KINDS[parts[0]], parts[1], parts[2], parts[3])
 
 
 def _piece(row: dict[str, Any], values: Mapping[str, torch.Tensor]) -> Piece:

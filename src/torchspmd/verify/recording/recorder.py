@@ -1,7 +1,7 @@
 """Record what a run computes, in a user's own job or in one that check_parity starts.
 
-Recording sends nothing: every rank writes its own parts with their layouts, and whoever
-compares puts them together. One step is in memory at a time.
+Recording sends nothing: every rank writes its own parts with their layouts, and the
+comparison puts them together. One step is in memory at a time.
 """
 
 import os
@@ -119,8 +119,7 @@ class ModuleHooks:
                 # One more: hooks that others put on the input come before ours.
                 leaves[leaf] = _alias(alias)
                 given[id(leaves[leaf])] = (leaves[leaf], value)
-        changed: tuple[Any, Any] = _torch.unflatten_tree(leaves, structure)
-        return changed
+        return _torch.unflatten_tree(leaves, structure)
 
     def _after(self, name: str, output: Any) -> Any:
         if _is_recomputing():
