@@ -14,7 +14,12 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.dynamic_shapes import input_shapes, with_any_size
 from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.initial_states import UnusedStatesError
-from torchspmd.step.capture.inventory import CountersError, Inventory, Role
+from torchspmd.step.capture.inventory import (
+    AttributesError,
+    CountersError,
+    Inventory,
+    Role,
+)
 from torchspmd.step.capture.override import Overrides
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.trace import (
@@ -114,6 +119,7 @@ def build_program(
         FixedSizesError: Before ranks agree: build it for one size.
         UnusedStatesError: Before ranks agree: build it without these states.
         CountersError: Before ranks agree: build it with these numbers as inputs.
+        AttributesError: Before ranks agree: build it with tensors of attributes as inputs.
     """
     title = f"{options.name}, program {request.number}"
     runtime = current_runtime()
@@ -175,7 +181,7 @@ def _symbols_or_error(request: Request) -> Iterator[None]:
     """Whatever fails inside with symbols for sizes may succeed without them."""
     try:
         yield
-    except (UnusedStatesError, CountersError):
+    except (UnusedStatesError, CountersError, AttributesError):
         raise  # the step is traced again, with symbols
     except Exception as error:
         if request.sizes is None:
@@ -194,7 +200,7 @@ def _capture(
             options.name,
             inventory,
             mode,
-            compare_values=request.number == 0,
+            compare_values=request.number == 0 or inventory.takes_attributes,
             sizes=sizes,
         )
         if sizes is None or not assumes_other_sizes(captured, inventory):

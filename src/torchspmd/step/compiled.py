@@ -19,6 +19,7 @@ from torchspmd.layout.names import format_mesh
 from torchspmd.step.build import FixedSizesError, StepOptions, build_program
 from torchspmd.step.capture.initial_states import InitialStates, UnusedStatesError
 from torchspmd.step.capture.inventory import (
+    AttributesError,
     Counter,
     CountersError,
     Inventory,
@@ -82,6 +83,7 @@ class CompiledStep:
         # A thread that saves a checkpoint while another one trains waits for the step.
         self._lock = threading.RLock()
         self._counters: set[Counter] = set()  # that were seen to count
+        self._takes_attributes = False  # tensors in plain attributes as inputs
         self._num_measured = self._num_tries = self._num_calls = 0
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
@@ -310,6 +312,7 @@ class CompiledStep:
                 lift_numbers=lift_numbers,
                 function=function,
                 counters=self._counters,
+                takes_attributes=self._takes_attributes,
             )
 
     def _check_alone(self) -> None:
@@ -406,19 +409,19 @@ class CompiledStep:
                 return program, inventory
             except UnusedStatesError as unused:
                 initial.keep_updated(inventory, unused)
-                inventory = self._take_inventory(args, kwargs)
-                if initial:
-                    inventory = initial.mark(inventory)
             except CountersError as counted:
                 self._counters.update(counted.counters)
-                inventory = self._take_inventory(args, kwargs)
-                if initial:
-                    inventory = initial.mark(inventory)
+            except AttributesError:
+                self._takes_attributes = True
             except FixedSizesError as fixed:
                 logger.info("%s: sizes stay fixed", self._name, exc_info=True)
                 why = str(fixed.__cause__).strip().partition("\n")[0]
                 note = "one program for each size, since sizes cannot be symbols here: "
                 request = replace(request, sizes=None, notes=(note + why,))
+                continue
+            inventory = self._take_inventory(args, kwargs)
+            if initial:
+                inventory = initial.mark(inventory)
 
     def _resolve_mode(self, inventory: Inventory) -> ParallelMode:
         if self._mode is None:

@@ -190,6 +190,13 @@ class Program:
             return self.run.run_and_write(flat, write, last_iter=last)
         return write(self.run(*flat))
 
+    def stored_in(self, inventory: Inventory) -> dict[str, Any]:
+        """What a call has stored in attributes, by name."""
+        return {
+            each.path: _torch.map_tree(lambda leaf: leaf, each.get(inventory))
+            for each in self.outputs.stored
+        }
+
     @property
     def is_deferring(self) -> bool:
         """Whether calls leave updates for the next one."""
@@ -410,7 +417,13 @@ def write_back(
     write_values(destinations, leaves, inventory, values)
     for parameter in outputs.cleared:
         inventory.slots[parameter].tensor.grad = None
-    return _torch.unflatten_tree(leaves, outputs.structure)
+    made = _torch.unflatten_tree(leaves, outputs.structure)
+    if not outputs.stored:
+        return made
+    returned, stored = made
+    for attribute, value in zip(outputs.stored, stored, strict=True):
+        attribute.put(inventory, value)
+    return returned
 
 
 def write_values(

@@ -97,15 +97,6 @@ def test_tensor_from_elsewhere():
     assert "register it as a buffer" in text
 
 
-def test_tensor_kept_by_a_module():
-    def step(model, optim, batch):
-        model.kept = model(batch)
-
-    text = refusal(step)
-    assert "stores a tensor in Sequential.kept" in text
-    assert "register a buffer" in text
-
-
 def test_error_of_the_step_itself():
     def step(model, optim, batch):
         return model(batch[:, :3])

@@ -20,6 +20,8 @@ from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.optimizer_rules import check_optimizer
 from torchspmd.step.capture.python_values import Walk, simple_fact
+from torchspmd.step.capture.snapshots import stored_role
+from torchspmd.step.capture.stored import holders_in, is_holdable
 
 
 class Role(StrEnum):
@@ -97,13 +99,21 @@ class CountersError(Exception):
         self.counters = counters
 
 
+class AttributesError(Exception):
+    """The step uses a tensor of a plain attribute: these become inputs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a module keeps a tensor: a table of the module and a key in it."""
+    """Where a module keeps a tensor: a table of the module and a key in it.
+
+    ``is_attribute``: it is a plain attribute, in which a step may store another one.
+    """
 
     table: MutableMapping[str, Any]
     key: str
     slot: int
+    is_attribute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +150,7 @@ class Inventory:
     # The optimizer and the slot of each parameter whose state was made for a capture.
     initial: set[tuple[int, int]] = field(default_factory=set)
     function: Callable[..., Any] | None = None  # the step: its code reaches more
+    takes_attributes: bool = False
 
     def add(self, name: str, role: Role, tensor: torch.Tensor) -> int:
         """The slot of a tensor; one object has one slot, so tied weights stay tied."""
@@ -179,12 +190,23 @@ def take_inventory(
     lift_numbers: bool,
     function: Callable[..., Any] | None = None,
     counters: Collection[Counter] = (),
+    takes_attributes: bool = False,
 ) -> Inventory:
-    """Find every module, optimizer, tensor and number in a call's arguments."""
+    """Find every module, optimizer, tensor and number in a call's arguments.
+
+    Args:
+        args: The arguments.
+        kwargs: Those that are passed by name.
+        lift_numbers: Whether numbers become inputs.
+        function: The step.
+        counters: Numbers that optimizers count in.
+        takes_attributes: Whether all tensors in plain attributes of modules become inputs,
+            not only those that the step has stored there.
+    """
     leaves, structure = _torch.flatten_tree((args, kwargs))
     paths = _torch.leaf_paths((args, kwargs))
     inventory = Inventory(leaves, structure, [_argument_name(path) for path in paths])
-    inventory.function = function
+    inventory.function, inventory.takes_attributes = function, takes_attributes
     for name, leaf in zip(inventory.names, leaves, strict=True):
         if isinstance(leaf, nn.Module):
             _add_module(inventory, name, leaf)
@@ -205,7 +227,29 @@ def take_inventory(
             inventory.numbers.append(Number(name, leaf, leaf=place))
         else:
             _add_held(inventory, inventory.names[place], leaf)
+    _add_attributes(inventory)
     return inventory
+
+
+def _add_attributes(inventory: Inventory) -> None:
+    """Tensors in plain attributes: what an earlier call has stored, of modules also others.
+
+    Those of modules are as buffers are. What other objects hold may be of one rank alone.
+    """
+    for name, address, holder in holders_in(
+        inventory.modules, inventory.leaves, inventory.names, inventory.function
+    ):
+        table = vars(holder)
+        for key, value in table.items():
+            role = stored_role(value)
+            if not role and address.is_module and inventory.takes_attributes:
+                role = Role.BUFFER.value
+            if role in _ROLES_OF_STORED and is_holdable(value):
+                slot = inventory.add(f"{name}.{key}", Role(role), value)
+                inventory.places.append(Place(table, key, slot, is_attribute=True))
+
+
+_ROLES_OF_STORED = frozenset((Role.INPUT.value, Role.BUFFER.value))
 
 
 def _add_held(inventory: Inventory, name: str, argument: Any) -> None:

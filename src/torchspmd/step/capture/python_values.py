@@ -284,7 +284,7 @@ def _is_users_class(kind: type) -> bool:
     return file is None or is_users_file(file)
 
 
-def _is_users_object(value: Any) -> bool:
+def is_users_object(value: Any) -> bool:
     """Whether a value is an object of the user's own, with attributes."""
     is_more = isinstance(value, (nn.Module, Optimizer))
     return (
@@ -442,6 +442,10 @@ class Walk:
             yield path, Fact((kind, value.__code__)) if is_code else simple
         elif id(value) in self._known:
             yield path, Fact((kind, _Text(self._known[id(value)])))
+        elif (form := snapshots.stored_form(value)) is not None:
+            yield f"type of {path}", Fact((kind, _Text(form)))
+            if isinstance(value, (list, dict)):
+                self._hold(value, snapshots.Items(path, value))
         elif isinstance(value, torch.Tensor):
             self.tensors[path] = value
             yield f"type of {path}", Fact((kind, _Text("a tensor")))
@@ -484,7 +488,7 @@ class Walk:
             yield path, Fact((kind, Same(value)))
             inside = ((".__wrapped__", inner),)
             yield from self._inside(path, kind, inside, depth, is_named=True)
-        elif is_named and _is_users_object(value):
+        elif is_named and is_users_object(value):
             yield path, Fact((kind, _Text(kind.__name__)))
             self.add_class(kind)
             self._objects.append(_Named(path, value, depth))

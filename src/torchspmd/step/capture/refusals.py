@@ -92,6 +92,16 @@ def needs_values(error: BaseException | None) -> bool:
     return False
 
 
+def no_input_error() -> RuntimeError:
+    """As torch's error for a tensor that is no input of the graph."""
+    return RuntimeError(_NO_INPUT)
+
+
+def uses_other_tensors(error: BaseException) -> bool:
+    """Whether an error says that a tensor is no input of the graph."""
+    return _NO_INPUT in str(error)
+
+
 _VALUE_FIX = (
     "A graph has no values before it runs: item(), float(), bool() and `if` on a tensor "
     "cannot be captured.\nReturn the tensor and read it after the step, or choose with "

@@ -18,7 +18,13 @@ from torchspmd.step.capture.functionalize import clean, make_functional
 from torchspmd.step.capture.guards import check_reached
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.initial_states import check_initial, describe_first_step
-from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot
+from torchspmd.step.capture.inventory import (
+    AttributesError,
+    Inventory,
+    Number,
+    Role,
+    Slot,
+)
 from torchspmd.step.capture.micro_batches import join_reductions
 from torchspmd.step.capture.optimizers import watched_optimizers
 from torchspmd.step.capture.outputs import (
@@ -45,6 +51,7 @@ from torchspmd.step.capture.refusals import (
     is_ours,
     needs_values,
     refuse,
+    uses_other_tensors,
 )
 from torchspmd.step.capture.rng import RandomReplay, check_recomputation
 from torchspmd.step.capture.shared_memory import SharedMemory, check_memory
@@ -346,7 +353,9 @@ def _trace(
                 changes.extend(state.changes())
                 stored.extend(state.stored)
                 with torch.no_grad(), log.owned(Phase.FORWARD):
-                    flat_out, outputs = collect(substitution, returned, state.created)
+                    flat_out, outputs = collect(
+                        substitution, returned, state.created, state.kept
+                    )
         found.append((outputs, values.reads()))
         updated.update(substitution.updated)
         return flat_out
@@ -368,6 +377,8 @@ def _trace(
                 f"{name} was not captured: it raises this itself, before it does anything."
             )
             raise
+        if uses_other_tensors(error) and not inventory.takes_attributes:
+            raise AttributesError from error
         is_explained = isinstance(error, RefusalError) or needs_values(error)
         closed = closed_arguments(inventory)
         cause = None if is_explained else error

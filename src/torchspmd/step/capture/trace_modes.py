@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError, CaptureWarning
-from torchspmd.step.capture.refusals import noting_refusals
+from torchspmd.step.capture.refusals import no_input_error, noting_refusals
 from torchspmd.step.capture.user_code import (
     calling_line,
     is_users_file,
@@ -274,12 +274,25 @@ class StepOperators(OperatorMode):
         """Check and run an operator."""
         with noting_refusals(self._refused):
             _check_operator(func)
+        written = [*_torch.written_values(func, args, kwargs)]
+        if not all(map(_has_no_values, written)):
+            raise no_input_error()  # before it is written: it is the user's own
         self._note()
         result = func(*args, **kwargs)
-        for value in _torch.written_values(func, args, kwargs):
+        for value in written:
             if isinstance(value, (list, tuple)):
                 torch.autograd.graph.increment_version(list(_parts(value)))
         return result
+
+
+def _has_no_values(written: Any) -> bool:
+    """Whether what an operator writes is a tensor of the trace, or a list of such."""
+    parts = written if isinstance(written, (list, tuple)) else (written,)
+    plain = (_torch.plain_tensor(each) for each in parts if each is not None)
+    return not any(type(each) in _REAL and not each.is_meta for each in plain)
+
+
+_REAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def _check_operator(operator: Any) -> None:

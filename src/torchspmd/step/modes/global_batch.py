@@ -32,6 +32,8 @@ from torchspmd.step.modes.global_batch_ops import (
     reduce_partial,
 )
 
+_UNREADABLE = "shards"  # no role: a step that reads it is refused
+
 
 @final
 class GlobalBatch(ParallelMode):
@@ -75,6 +77,13 @@ class GlobalBatch(ParallelMode):
     def result(self, value: torch.Tensor) -> torch.Tensor:
         """Partial values reduced; of a value sharded by the batch, this rank's rows."""
         return _torch.plain_tensor(reduce_partial(value))
+
+    def role_of_stored(self, value: torch.Tensor) -> str:
+        """Rows come in again as rows, what is whole as a buffer; other shards do not."""
+        layout = _torch.layout_of(value)
+        if layout is None or not layout.placements[0].is_shard():
+            return Role.BUFFER
+        return Role.INPUT if layout.placements[0].is_shard(0) else _UNREADABLE
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
