@@ -98,6 +98,7 @@ def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
     yield from _module_facts(inventory, walk)
     for name, optimizer in inventory.optimizers:
         walk.add_class(type(optimizer))
+        walk.add_method(type(optimizer), "step")
         for key, value in own_attributes(optimizer).items():
             yield from walk.whole(f"{name}.{key}", value)
         for number, group in enumerate(optimizer.param_groups):
@@ -303,6 +304,7 @@ def _attribute_facts(
     path: str, module: nn.Module, walk: Walk
 ) -> Iterator[tuple[str, Any]]:
     walk.add_class(type(module))
+    walk.add_method(type(module), "forward")
     simple: list[Any] = [type(module)]
     for key, value in sorted(_without_wrappers(module).items()):
         if (fact := simple_fact(value)) is not None:

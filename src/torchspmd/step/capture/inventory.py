@@ -241,6 +241,8 @@ def _add_attributes(inventory: Inventory) -> None:
     ):
         table = vars(holder)
         for key, value in table.items():
+            if not isinstance(value, torch.Tensor):
+                continue
             role = stored_role(value)
             if not role and address.is_module and inventory.takes_attributes:
                 role = Role.BUFFER.value

@@ -45,6 +45,7 @@ from torchspmd.step.capture import snapshots
 from torchspmd.step.capture.user_code import (
     CALLED_BY_TORCH,
     attribute_of,
+    called_in_packages,
     imported_module,
     is_users_file,
     is_users_function,
@@ -161,6 +162,7 @@ _TABLES = (dict, MappingProxyType)
 _SEQUENCES = (list, tuple, deque)
 _BOUND = (functools.partial, MethodType, weakref.ReferenceType, ContextVar)
 # They cannot hold each other in a circle, and equal ones may or may not be one object.
+_CALLED = (FunctionType, BuiltinFunctionType, type)
 _UNCHANGING = (tuple, frozenset, *_BOUND)
 _MOST_LOOKS = 1000
 
@@ -347,6 +349,11 @@ class Walk:
         self._is_of_hook = False  # whether it is a hook whose code is read
         self._made: set[type] = set()  # classes that the step may make objects of
         self._objects: list[_Named] = []
+        # Modules of installed packages, and functions there that forwards lead to.
+        self._packages: dict[int, tuple[str, ModuleType]] = {}
+        self._library: dict[int, FunctionType] = {}
+        self._methods: dict[tuple[type, str], None] = {}
+        self._called: set[type] = set()  # classes of which methods were noted
         self._taken: dict[tuple[int, type], snapshots.Snapshot] = {}
         self.generators: dict[int, torch.Generator] = {}
         self.iterators: dict[int, str] = {}
@@ -379,6 +386,7 @@ class Walk:
         for path, hook in hooks:
             yield from self._begin(path, hook, is_named=True)
         yield from self._follow()
+        yield from self._library_facts()
         self._hold_objects()
 
     def _follow(self) -> Iterator[NamedFact]:
@@ -398,6 +406,19 @@ class Walk:
         for each in kind.__mro__:
             if not _is_closed(each):
                 self._classes[each] = None
+
+    def add_method(self, kind: type, key: str) -> None:
+        """Note a method that torch calls, of a package's class, and what it names there."""
+        if kind in self._called:
+            return
+        self._called.add(kind)
+        for each in kind.__mro__:
+            method = vars(each).get(key)
+            if isinstance(method, FunctionType) and _is_closed(each):
+                self._methods[each, key] = None
+                self.add_function(f"{each.__qualname__}.{key}", method)
+            if isinstance(method, FunctionType) and not is_users_function(method):
+                self._library[id(method)] = method
 
     def add_function(self, path: str, value: Any) -> None:
         """Note a function, if it is the user's: what its code names can change too."""
@@ -467,6 +488,8 @@ class Walk:
             yield path, Fact((kind, Same(value)))
             if is_users_file(getattr(value, "__file__", None) or "<frozen"):
                 self._objects.append(_Named(path, value, depth))
+            else:
+                self._packages[id(value)] = path, value
         elif isinstance(value, (set, frozenset)):
             yield path, self._set(path, value, depth)
         elif isinstance(value, (*_TABLES, *_SEQUENCES, *_BOUND)):
@@ -693,6 +716,45 @@ class Walk:
             path = f"{named.path}.{key}"
             depth = named.depth + 1
             yield from self._begin(path, table[key], depth, is_named=True)
+
+    # ------------------------------------------------------------------------
+    # Functions of installed packages, by identity: they may be replaced (F.gelu = mine).
+
+    def _library_facts(self) -> Iterator[NamedFact]:
+        """Functions that the code names in packages, and methods that torch calls there."""
+        for kind, key in self._methods:
+            path, method = f"class {kind.__qualname__}", vars(kind)[key]
+            yield f"{path}.{key}", Fact((type(method), Same(method)))
+            held = snapshots.Attributes(path, kind, names=[key])
+            self._taken.setdefault((id(kind), snapshots.Attributes), held)
+        found: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
+        own = frozenset(self._names)
+        waiting = [(path, module, own) for path, module in self._packages.values()]
+        for function in called_in_packages(self._library.values()):
+            table, names = function.__globals__, names_in(function.__code__)
+            path = str(function.__module__)
+            found.setdefault(id(table), (path, table, set()))[2].update(names.globals)
+            for key in names.globals & table.keys():
+                if isinstance(module := table[key], ModuleType):
+                    waiting.append((module.__name__, module, names.attributes))
+        seen: set[tuple[int, frozenset[str]]] = set()
+        while waiting:
+            path, module, named = waiting.pop()
+            if (id(module), named) in seen:
+                continue
+            seen.add((id(module), named))
+            table = vars(module)
+            found.setdefault(id(table), (path, table, set()))[2].update(named)
+            for name in named & table.keys():
+                if isinstance(inner := table[name], ModuleType):
+                    waiting.append((f"{path}.{name}", inner, named))
+        for path, table, known in found.values():
+            keys = sorted(key for key in known if isinstance(table.get(key), _CALLED))
+            if keys:
+                held = snapshots.Attributes(path, None, table=table, names=keys)
+                self._taken[id(table), snapshots.Attributes] = held
+                for key in keys:
+                    yield f"{path}.{key}", Fact((type(table[key]), Same(table[key])))
 
     def _takes_all(self, named: _Named) -> bool:
         return self._is_open and not named.may_count

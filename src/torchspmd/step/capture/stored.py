@@ -6,6 +6,7 @@ object that the step is a method of or gets passed, is one more result of the gr
 each call puts there anew. A tensor that an earlier call has stored is an input.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -18,6 +19,13 @@ from torchspmd import _torch
 from torchspmd.step.capture.python_values import is_users_object
 from torchspmd.step.capture.user_code import attribute_of
 
+# What most attributes are: nothing to look into.
+_PLAIN = frozenset(
+    {
+        *(bool, int, float, str, type(None), torch.Tensor, nn.Parameter),
+        *(dict, OrderedDict, list, tuple, set),
+    }
+)
 _DEPTH = 3  # objects in attributes of objects that are looked into
 
 
@@ -93,7 +101,7 @@ def _with_inner(
     if len(address.keys) == _DEPTH:
         return
     for key, value in vars(holder).items():
-        if is_users_object(value):
+        if type(value) not in _PLAIN and is_users_object(value):
             inner = Address(
                 address.root, address.is_module, address.path, (*address.keys, key)
             )

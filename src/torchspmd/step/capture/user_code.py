@@ -173,6 +173,30 @@ def _kept_by(function: FunctionType) -> Iterator[Any]:
             yield held
 
 
+_MOST_CALLED = 512  # functions of packages, behind the forwards of a model
+
+
+def called_in_packages(functions: Iterable[FunctionType]) -> Iterator[FunctionType]:
+    """Functions of installed packages, and those that they name in their own file.
+
+    Of torch's own the functions themselves: what its code calls inside is its own.
+    """
+    waiting, seen = deque(functions), set[int]()
+    while waiting and len(seen) < _MOST_CALLED:
+        found = waiting.popleft()
+        if id(found) in seen or is_users_function(found):
+            continue
+        seen.add(id(found))
+        yield found
+        if _is_own(found.__code__):
+            continue
+        names = names_in(found.__code__)
+        for key in names.globals:
+            inner = found.__globals__.get(key)
+            if isinstance(inner, FunctionType) and not _is_own(inner.__code__):
+                waiting.append(inner)
+
+
 # ----------------------------------------------------------------------------
 # The functions of a class that a step may call.
 
