@@ -7,10 +7,11 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
 from typing import Any, final
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError, CaptureWarning
@@ -18,6 +19,7 @@ from torchspmd.step.capture.refusals import no_input_error, noting_refusals
 from torchspmd.step.capture.user_code import (
     calling_line,
     is_users_file,
+    is_users_function,
     printing_line,
     runs_for_user,
 )
@@ -29,11 +31,29 @@ class FunctionMode(TorchFunctionMode, ABC):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if is_users_function(func):
+            func = _called_by_name(func, sys._getframe(1))
         return self.call(func, args, kwargs or {})
 
     @abstractmethod
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Called in the place of a function."""
+
+
+def _called_by_name(func: FunctionType, frame: FrameType) -> FunctionType:
+    """The function of torch that asks a mode, where the user's is in its place by name.
+
+    With ``F.silu = mine``, torch's own ``silu`` asks the mode to call ``silu``, by which it
+    means itself. Called again, ``mine`` would do twice what it does around torch's.
+    """
+    asks = frame.f_back
+    if frame.f_code is not handle_torch_function.__code__ or asks is None:
+        return func
+    code, table = asks.f_code, dict(asks.f_globals)
+    if table.get(code.co_name) is not func:
+        return func
+    own = table[code.co_name] = FunctionType(code, table)
+    return own
 
 
 class OperatorMode(_torch.TorchDispatchMode, ABC):

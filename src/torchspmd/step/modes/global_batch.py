@@ -10,6 +10,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, cast, final
 
 import torch
@@ -112,7 +113,7 @@ class _GlobalBatchFunctions(FunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function, or its form for the global batch."""
-        own = _OWN.get(func)
+        own = _OWN.get(func) or _OWN_BY_CODE.get(getattr(func, "__code__", None))
         if own is not None and args and isinstance(args[0], DTensor):
             return own(*args, **kwargs)
         return func(*args, **kwargs)
@@ -239,4 +240,10 @@ _OWN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
     F.dropout: dropout,
+}
+# Of a function that the user has put another one around (F.dropout = mine).
+_OWN_BY_CODE = {
+    function.__code__: own
+    for function, own in _OWN.items()
+    if isinstance(function, FunctionType)
 }
