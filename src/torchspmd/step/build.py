@@ -48,7 +48,12 @@ from torchspmd.step.passes.runner import pass_reports, run_transformation
 from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.programs import Request
 from torchspmd.step.progress import Progress, phase
-from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
+from torchspmd.step.rank_agreement import (
+    Agreement,
+    CommPlan,
+    build_comm_plan,
+    is_real_group,
+)
 from torchspmd.step.rival import Rivals, lower_rivals, why_untimed
 from torchspmd.step.runtime import Runtime, current_runtime
 from torchspmd.step.shadow.check import ShadowPlan
@@ -391,6 +396,7 @@ def _make_program(
         certificate=certificate,
         agreed=agreed.number,
         plan=agreed.plan,
+        peers=frozenset(agreed.plan.ranks if is_real_group() else ()),
         notes=(
             f"phases: {progress.describe()}",
             *captured.notes,

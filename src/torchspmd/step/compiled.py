@@ -45,7 +45,7 @@ from torchspmd.step.pending import (
 from torchspmd.step.program import ClosedProgram, Program
 from torchspmd.step.programs import Programs, Request, warn_of_many
 from torchspmd.step.progress import logger, phase
-from torchspmd.step.rank_agreement import Agreement, Switches
+from torchspmd.step.rank_agreement import Agreement, Calls, Switches, key_of_program
 from torchspmd.step.runtime import current_runtime
 from torchspmd.step.shadow.check import Shadow
 from torchspmd.step.trial import Trials
@@ -88,6 +88,7 @@ class CompiledStep:
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
         self._switches = Switches(self._name, str(self._serial))
+        self._calls = Calls(self._name)
         self._shadow = Shadow(
             self._name,
             str(self._serial),
@@ -121,8 +122,23 @@ class CompiledStep:
                     self._shadow.begin_again(program)
                 self._num_calls += 1
                 program.last_call = self._num_calls
-            with runtime.running(program, inventory):
+            with runtime.running(program, inventory), self._explaining(program):
                 return self._run(program, inventory, last_train_step)
+
+    @property
+    def _key(self) -> str:
+        """Which step of its name it is, and how often it has tried to build a program."""
+        return f"{self._serial}/{self._num_tries + self._calls.num_told}"
+
+    def _explaining(self, program: Program) -> contextlib.AbstractContextManager[None]:
+        """Say what is wrong where ranks wait in vain for one that captures alone."""
+        ranks = program.peers
+        if not ranks:
+            return contextlib.nullcontext()
+        agreed = self._programs.num_agreed
+        key = key_of_program(self._name, self._key, agreed)
+        self._calls.begin(self._num_calls, ranks, key, agreed)
+        return self._calls.explaining()
 
     def _find(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
         """What a call works on and its program, once updates that come first are made."""
@@ -351,8 +367,14 @@ class CompiledStep:
         reason = programs.why_none_fits(inventory)
         flush_shared(inventory)
         mode = self._resolve_mode(inventory)
-        key = f"{self._serial}/{self._num_tries}"
-        ranks = Agreement(self._name, key, programs.num_agreed, mode.mesh)
+        ranks = Agreement(
+            self._name,
+            self._key,
+            programs.num_agreed,
+            mode.mesh,
+            call=self._num_calls + 1,
+            reason=reason if programs.kept else "",
+        )
         with InitialStates(inventory, mode) as initial:
             if initial:
                 inventory = initial.mark(self._take_inventory(args, kwargs))

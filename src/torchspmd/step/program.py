@@ -49,6 +49,7 @@ class Program:
         reason: Why it was captured: ``first call``, or what differed from an earlier one.
         agreed: Which program ranks have agreed on sends what this one sends.
         plan: What it sends.
+        peers: The ranks that it communicates with, where they are processes.
         shapes: The shapes of tensor arguments that choices were made by.
         sizes: The sizes of tensor arguments that may be any; None for none.
         ledger: What the graph communicates.
@@ -87,6 +88,7 @@ class Program:
     capture_seconds: float
     agreed: int = 0
     plan: CommPlan = field(default_factory=CommPlan)
+    peers: frozenset[int] = frozenset()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sizes: Sizes | None = None
     size_symbols: tuple[tuple[Any, int, int], ...] = ()

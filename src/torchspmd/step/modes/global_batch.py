@@ -113,7 +113,8 @@ class _GlobalBatchFunctions(FunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function, or its form for the global batch."""
-        own = _OWN.get(func) or _OWN_BY_CODE.get(getattr(func, "__code__", None))
+        code: Any = getattr(func, "__code__", None)
+        own = _OWN.get(func) or _OWN_BY_CODE.get(code)
         if own is not None and args and isinstance(args[0], DTensor):
             return own(*args, **kwargs)
         return func(*args, **kwargs)
