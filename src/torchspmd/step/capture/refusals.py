@@ -202,6 +202,13 @@ _BY_TEXT = (
         "from_pretrained and from_config; set_experts_implementation() of the model), or "
         "compute in bfloat16.",
     ),
+    (
+        "for `end`, but got dtype",
+        "an optimizer's state is of another dtype than its parameter ({error})",
+        "Eagerly its step would fail in the same way: the model was converted "
+        "(model.double(), model.to()) after the optimizer's first step.\nConvert it before "
+        "that, or make the optimizer anew.",
+    ),
     ("SparseTensorImpl", "an operator makes a sparse gradient", _SPARSE_FIX),
     ("by strided tensors", "an operator makes a sparse gradient", _SPARSE_FIX),
 )
