@@ -15,10 +15,11 @@ from torchspmd.step.capture.dynamic_shapes import input_shapes, with_any_size
 from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.initial_states import UnusedStatesError
 from torchspmd.step.capture.inventory import (
-    AttributesError,
     CountersError,
     Inventory,
     Role,
+    TakeMoreError,
+    Taken,
 )
 from torchspmd.step.capture.override import Overrides
 from torchspmd.step.capture.parallel_mode import ParallelMode
@@ -124,7 +125,7 @@ def build_program(
         FixedSizesError: Before ranks agree: build it for one size.
         UnusedStatesError: Before ranks agree: build it without these states.
         CountersError: Before ranks agree: build it with these numbers as inputs.
-        AttributesError: Before ranks agree: build it with tensors of attributes as inputs.
+        TakeMoreError: Before ranks agree: build it with more as inputs or guards.
     """
     title = f"{options.name}, program {request.number}"
     runtime = current_runtime()
@@ -186,7 +187,7 @@ def _symbols_or_error(request: Request) -> Iterator[None]:
     """Whatever fails inside with symbols for sizes may succeed without them."""
     try:
         yield
-    except (UnusedStatesError, CountersError, AttributesError):
+    except (UnusedStatesError, CountersError, TakeMoreError):
         raise  # the step is traced again, with symbols
     except Exception as error:
         if request.sizes is None:
@@ -205,7 +206,7 @@ def _capture(
             options.name,
             inventory,
             mode,
-            compare_values=request.number == 0 or inventory.takes_attributes,
+            compare_values=request.number == 0 or Taken.ATTRIBUTES in inventory.taken,
             sizes=sizes,
         )
         if sizes is None or not assumes_other_sizes(captured, inventory):

@@ -19,10 +19,11 @@ from torchspmd.layout.names import format_mesh
 from torchspmd.step.build import FixedSizesError, StepOptions, build_program
 from torchspmd.step.capture.initial_states import InitialStates, UnusedStatesError
 from torchspmd.step.capture.inventory import (
-    AttributesError,
     Counter,
     CountersError,
     Inventory,
+    TakeMoreError,
+    Taken,
     take_inventory,
 )
 from torchspmd.step.capture.parallel_mode import ParallelMode
@@ -83,7 +84,7 @@ class CompiledStep:
         # A thread that saves a checkpoint while another one trains waits for the step.
         self._lock = threading.RLock()
         self._counters: set[Counter] = set()  # that were seen to count
-        self._takes_attributes = False  # tensors in plain attributes as inputs
+        self._taken: set[Taken] = set()  # what its inventories have that most have not
         self._num_measured = self._num_tries = self._num_calls = 0
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
@@ -328,7 +329,7 @@ class CompiledStep:
                 lift_numbers=lift_numbers,
                 function=function,
                 counters=self._counters,
-                takes_attributes=self._takes_attributes,
+                taken=self._taken,
             )
 
     def _check_alone(self) -> None:
@@ -433,8 +434,8 @@ class CompiledStep:
                 initial.keep_updated(inventory, unused)
             except CountersError as counted:
                 self._counters.update(counted.counters)
-            except AttributesError:
-                self._takes_attributes = True
+            except TakeMoreError as more:
+                self._taken.add(more.taken)
             except FixedSizesError as fixed:
                 logger.info("%s: sizes stay fixed", self._name, exc_info=True)
                 why = str(fixed.__cause__).strip().partition("\n")[0]

@@ -486,8 +486,8 @@ def _alone(what: str, rank: int, reason: str) -> str:
         f"compile: {what} is captured by rank {rank} alone, while other ranks run the "
         f"program of before in the same call\n\n{lines}\n\nWhat the step's Python reads "
         "must change on all ranks before the same call. Change it on all of them, or pass "
-        "it as a tensor or a float argument. The other ranks wait in a collective until this one "
-        "makes the call with the value of before, or the job ends."
+        "it as a tensor or a float argument. The other ranks wait in a collective until "
+        "this one makes the call with the value of before, or the job ends."
     )
 
 

@@ -261,3 +261,58 @@ def keep_tensors(parallel):
 def test_tensors_kept_in_attributes(ranks2):
     for parallel in (None, "replicate", "fully_shard"):
         assert ranks2.run(keep_tensors, parallel) == [2, 2]
+
+
+class Initialised(nn.Module):
+    """Takes its scale from the first batch, as weights with ActNorm do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        y = self.layer(x)
+        if not self.ready:
+            with torch.no_grad():
+                self.scale.copy_(y.abs().mean(0))
+                self.ready.fill_(True)
+        self.count += 1
+        return y / self.scale if self.count > 2 else y
+
+
+def choose_by_buffers(parallel):
+    torch.manual_seed(0)
+    model = Initialised()
+    reference = copy.deepcopy(model)
+    optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+
+    def step(model, optim, batch):
+        model(batch).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    def average(gradient):
+        if parallel is not None:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        return gradient
+
+    for parameter in reference.parameters():
+        parameter.register_hook(average)
+    compiled = compile(step, parallel=parallel, shadow=2)
+    for number in range(6):
+        whole, own = parts(number)
+        compiled(model, optims[0], own)
+        step(reference, optims[1], whole if parallel is None else own)
+        torch.testing.assert_close(model.scale, reference.scale)
+        assert model.ready and model.count == number + 1
+    assert worst(model, reference) < 1e-6
+    return len(compiled.programs)
+
+
+def test_choices_by_buffers(ranks2):
+    for parallel in (None, "replicate", "fully_shard"):
+        assert ranks2.run(choose_by_buffers, parallel) == [3, 3]

@@ -99,8 +99,23 @@ class CountersError(Exception):
         self.counters = counters
 
 
-class AttributesError(Exception):
-    """The step uses a tensor of a plain attribute: these become inputs."""
+class Taken(StrEnum):
+    """What most steps do not need of an inventory."""
+
+    ATTRIBUTES = "tensors in plain attributes of modules are inputs"
+    VALUES = "choices by buffers of one number are guards"
+
+
+class TakeMoreError(Exception):
+    """The step needs more of its inventory; it is traced again.
+
+    Attributes:
+        taken: What it needs.
+    """
+
+    def __init__(self, taken: Taken) -> None:
+        super().__init__(str(taken))
+        self.taken = taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +165,7 @@ class Inventory:
     # The optimizer and the slot of each parameter whose state was made for a capture.
     initial: set[tuple[int, int]] = field(default_factory=set)
     function: Callable[..., Any] | None = None  # the step: its code reaches more
-    takes_attributes: bool = False
+    taken: frozenset[Taken] = frozenset()
 
     def add(self, name: str, role: Role, tensor: torch.Tensor) -> int:
         """The slot of a tensor; one object has one slot, so tied weights stay tied."""
@@ -190,7 +205,7 @@ def take_inventory(
     lift_numbers: bool,
     function: Callable[..., Any] | None = None,
     counters: Collection[Counter] = (),
-    takes_attributes: bool = False,
+    taken: Collection[Taken] = (),
 ) -> Inventory:
     """Find every module, optimizer, tensor and number in a call's arguments.
 
@@ -200,13 +215,12 @@ def take_inventory(
         lift_numbers: Whether numbers become inputs.
         function: The step.
         counters: Numbers that optimizers count in.
-        takes_attributes: Whether all tensors in plain attributes of modules become inputs,
-            not only those that the step has stored there.
+        taken: What else the step needs.
     """
     leaves, structure = _torch.flatten_tree((args, kwargs))
     paths = _torch.leaf_paths((args, kwargs))
     inventory = Inventory(leaves, structure, [_argument_name(path) for path in paths])
-    inventory.function, inventory.takes_attributes = function, takes_attributes
+    inventory.function, inventory.taken = function, frozenset(taken)
     for name, leaf in zip(inventory.names, leaves, strict=True):
         if isinstance(leaf, nn.Module):
             _add_module(inventory, name, leaf)
@@ -244,7 +258,7 @@ def _add_attributes(inventory: Inventory) -> None:
             if not isinstance(value, torch.Tensor):
                 continue
             role = stored_role(value)
-            if not role and address.is_module and inventory.takes_attributes:
+            if not role and address.is_module and Taken.ATTRIBUTES in inventory.taken:
                 role = Role.BUFFER.value
             if role in _ROLES_OF_STORED and is_holdable(value):
                 slot = inventory.add(f"{name}.{key}", Role(role), value)

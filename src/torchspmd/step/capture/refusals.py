@@ -105,8 +105,9 @@ def uses_other_tensors(error: BaseException) -> bool:
 _VALUE_FIX = (
     "A graph has no values before it runs: item(), float(), bool() and `if` on a tensor "
     "cannot be captured.\nReturn the tensor and read it after the step, or choose with "
-    "torch.where. What chooses by a buffer (a first call that initialises, "
-    "AveragedModel.update_parameters) belongs between two calls of the step."
+    "torch.where. A choice by a buffer that is one number (`if self.initialized:`, "
+    "`self.count.item() % 2`) is captured, as long as it follows from its value before the "
+    "step; what reads one as a number of Python, by float() or int(), is not."
 )
 _SIZE_FIX = (
     "A graph has no values before it runs, and every tensor in it has a known size.\n"
