@@ -206,7 +206,7 @@ def _capture(
             options.name,
             inventory,
             mode,
-            compare_values=request.number == 0 or Taken.ATTRIBUTES in inventory.taken,
+            compare_values=request.number == 0 or Taken.REACHED in inventory.taken,
             sizes=sizes,
         )
         if sizes is None or not assumes_other_sizes(captured, inventory):

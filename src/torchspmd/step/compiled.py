@@ -398,12 +398,15 @@ class CompiledStep:
                 with (
                     contextlib.nullcontext() if is_alone else ranks.reporting_failure()
                 ):
-                    program, inventory = self._capture(
+                    captured = self._capture(
                         args, kwargs, inventory, initial, mode, ranks, request
                     )
             finally:
                 # Ranks that fail do so together, and may try again.
                 self._num_tries += ranks.is_used
+        if captured is None:  # it needs more than the inventory has
+            return self._build(args, kwargs, self._take_inventory(args, kwargs))
+        program, inventory = captured
         is_agreed = program.agreed == request.agreed
         if is_agreed:
             self._switches.to_new(program.agreed, program.plan)
@@ -424,8 +427,11 @@ class CompiledStep:
         mode: ParallelMode,
         ranks: Agreement,
         request: Request,
-    ) -> tuple[Program, Inventory]:
-        """Build the program; once more where less can be done than was asked for."""
+    ) -> tuple[Program, Inventory] | None:
+        """Build the program; once more where less can be done than was asked for.
+
+        None where its inventory must have more, such as an optimizer without its state.
+        """
         while True:
             try:
                 program = build_program(self._options, inventory, mode, ranks, request)
@@ -436,6 +442,7 @@ class CompiledStep:
                 self._counters.update(counted.counters)
             except TakeMoreError as more:
                 self._taken.add(more.taken)
+                return None
             except FixedSizesError as fixed:
                 logger.info("%s: sizes stay fixed", self._name, exc_info=True)
                 why = str(fixed.__cause__).strip().partition("\n")[0]

@@ -1,5 +1,6 @@
 """What a step hands out: dataclasses have values, other places for tensors are refused."""
 
+import copy
 import types
 import weakref
 from dataclasses import dataclass, field
@@ -288,13 +289,84 @@ def test_two_models_of_one_program_keep_their_own():
 
 
 def test_a_write_into_a_tensor_of_nobody_is_refused_before_it_is_made():
-    count = torch.zeros(())
+    counts = {"all": torch.zeros(()).requires_grad_()}
 
     def step(model, optim, batch):
-        count.add_(1)
+        with torch.no_grad():
+            counts["all"].add_(1)
         return auxiliary(model, optim, batch)
 
     model = Router()
     with pytest.raises(CaptureError, match="a tensor that is in no argument"):
         compile(step)(model, torch.optim.SGD(model.parameters()), torch.ones(3, 4))
-    assert count == 0
+    assert counts["all"] == 0
+
+
+# ----------------------------------------------------------------------------
+# Models, optimizers and tensors that the step's code reaches without an argument.
+
+
+class Loop:
+    """Everything is in the object whose method the step is."""
+
+    def __init__(self, scaler=False):
+        torch.manual_seed(0)
+        self.parts = {"model": nn.Linear(4, 4), "teacher": nn.Linear(4, 4)}
+        self.optim = torch.optim.AdamW(
+            self.parts["model"].parameters(), lr=0.1, fused=True
+        )
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaler)
+        self.weights, self.count = torch.arange(4.0), torch.zeros(())
+
+    def step(self, batch):
+        with torch.no_grad():
+            wanted = self.parts["teacher"](batch)
+        loss = (self.parts["model"](batch) - wanted).square() @ self.weights
+        self.scaler.scale(loss.mean()).backward()
+        self.scaler.step(self.optim)
+        self.scaler.update()
+        self.optim.zero_grad()
+        self.count += 1
+        return loss.detach()
+
+
+@pytest.mark.parametrize("shadow", (0, 8))
+@pytest.mark.parametrize("scaler", (False, True))
+def test_a_step_that_reaches_its_model(scaler, shadow):
+    logs = []
+    for wrap in (lambda step: step, partial(compile, shadow=shadow)):
+        loop, log = Loop(scaler), []
+        step = wrap(loop.step)
+        for number in range(8):
+            if number == 4:
+                loop.parts["teacher"], loop.weights = nn.Linear(4, 4), torch.ones(4)
+                nn.init.ones_(loop.parts["teacher"].weight)
+                nn.init.ones_(loop.parts["teacher"].bias)
+            if number == 6:
+                loop.optim.param_groups[0]["lr"] = 0.01
+                loop.weights.fill_(2.0)
+            batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+            log += [step(batch), loop.count.clone(), *loop.parts["model"].parameters()]
+            log[-2:] = [each.detach().clone() for each in log[-2:]]
+        logs.append(log)
+    assert all(map(torch.equal, *logs))
+    assert len(step.programs) == 1
+
+
+def test_a_closure_around_a_model():
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 4)]
+    models.append(copy.deepcopy(models[0]))
+    steps = []
+    for model in models:
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.ones(2, 4)
+
+        def step(model=model, optim=optim):
+            return auxiliary(model, optim, batch)  # noqa: B023 - of each call
+
+        steps.append(step)
+    steps[0] = compile(steps[0], shadow=0)
+    for number in range(5):
+        batch = torch.full((2 + number % 2, 4), 1.0 + number)
+        assert torch.equal(*(step() for step in steps))

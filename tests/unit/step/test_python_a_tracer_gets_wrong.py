@@ -1343,9 +1343,7 @@ ROWS = {
     "an array of a module": Row(of_a_module("array"), "Holds.array: its items"),
     "a class of a module": Row(of_a_module("class"), "class Holds.count: 0 -> 1"),
     "another object in a module": Row(of_a_module("other"), "  * Holds.config\n"),
-    "a GradScaler around the step": Row(
-        scaler_of_a_trainer(True), "scaler around step: a GradScaler that is in no"
-    ),
+    "a GradScaler around the step": Row(scaler_of_a_trainer(True)),
     "a GradScaler that is off": Row(scaler_of_a_trainer(False)),
     "a list of thousands": Row(far_down_a_list, STALE, shadow="since call 2"),
     "a large array": Row(large_array, STALE, shadow="since call 2"),

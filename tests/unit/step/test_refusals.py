@@ -86,7 +86,7 @@ def test_print():
 
 
 def test_tensor_from_elsewhere():
-    weights = torch.ones(4)
+    weights = torch.ones(4, requires_grad=True)
 
     def step(model, optim, batch):
         return (model(batch) * weights).sum()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.inventory import Inventory, Role, TakeMoreError, Taken
 from torchspmd.step.capture.python_values import (
     BOOKS_OF_MODULES,
     MAX_DEPTH,
@@ -70,7 +70,10 @@ def _begin_walk(inventory: Inventory) -> Walk:
 def check_reached(inventory: Inventory) -> tuple[str, ...]:
     """Refuse what a step can reach and a graph cannot follow; note what is not guarded."""
     walk = walk_data(inventory)
-    if names := list(walk.scalers.values()):
+    names = list(walk.scalers.values())
+    if names and Taken.REACHED not in inventory.taken:
+        raise TakeMoreError(Taken.REACHED)
+    if names:
         raise CaptureError(
             f"compile: {', '.join(names)}: a GradScaler that is in no argument. Its scale "
             "would be that of the capture for ever. Pass it to the step as an argument."

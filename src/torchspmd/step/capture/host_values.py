@@ -36,7 +36,16 @@ _COMPARES = frozenset(
         *("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and"),
         *("logical_or", "__and__", "__or__", "__invert__", "__floordiv__", "remainder"),
         *("all", "any", "logical_or_", "logical_and_", "__truediv__", "div", "detach"),
-        *("zeros_like", "ones_like", "full_like", "float", "long", "int", "bool"),
+        *(
+            "zeros_like",
+            "ones_like",
+            "full_like",
+            "__getitem__",
+            "float",
+            "long",
+            "int",
+            "bool",
+        ),
     }
 )
 

@@ -162,6 +162,7 @@ _TABLES = (dict, MappingProxyType)
 _SEQUENCES = (list, tuple, deque)
 _BOUND = (functools.partial, MethodType, weakref.ReferenceType, ContextVar)
 # They cannot hold each other in a circle, and equal ones may or may not be one object.
+_MODELS = (nn.Module, Optimizer, GradScaler)
 _CALLED = (FunctionType, BuiltinFunctionType, type)
 _UNCHANGING = (tuple, frozenset, *_BOUND)
 _MOST_LOOKS = 1000
@@ -324,8 +325,10 @@ class Walk:
 
     Args:
         known: Modules and optimizers that are guarded by themselves, by identity.
+        finds_models: Whether to look for others.
 
     Attributes:
+        models: Modules, optimizers and scalers that were found, by identity, with names.
         generators: Random generators of torch, by identity.
         iterators: What gives another value whenever it is asked, by name.
         scalers: Gradient scalers that are in no argument, by name.
@@ -333,8 +336,9 @@ class Walk:
         beyond: What was not looked at.
     """
 
-    def __init__(self, known: Mapping[int, str]) -> None:
-        self._known = known
+    def __init__(self, known: Mapping[int, str], *, finds_models: bool = False) -> None:
+        self._known, self._finds_models = known, finds_models
+        self.models: dict[int, tuple[str, Any]] = {}
         self._left = MAX_LEAVES
         self._left_for_code = MAX_REACHED
         self._paths: dict[int, str] = {}  # of what was looked at, by identity
@@ -463,6 +467,9 @@ class Walk:
             yield path, Fact((kind, value.__code__)) if is_code else simple
         elif id(value) in self._known:
             yield path, Fact((kind, _Text(self._known[id(value)])))
+        elif self._finds_models and isinstance(value, _MODELS):
+            self._found(path, value)
+            yield path, Fact((kind, _Text(path)))
         elif (form := snapshots.stored_form(value)) is not None:
             yield f"type of {path}", Fact((kind, _Text(form)))
             if isinstance(value, (list, dict)):
@@ -479,6 +486,12 @@ class Walk:
             if not isinstance(value, _UNCHANGING):
                 self._paths[id(value)] = path
             yield from self._compound(path, value, depth, is_named=is_named)
+
+    def _found(self, path: str, value: Any) -> None:
+        self.models.setdefault(id(value), (path, value))
+        children = value.modules() if isinstance(value, nn.Module) else ()
+        for child in children:
+            self.add_class(type(child))
 
     def _compound(
         self, path: str, value: Any, depth: int, *, is_named: bool

@@ -335,13 +335,11 @@ def checksum_parameters(inventory: Inventory, mode: ParallelMode) -> tuple[str, 
     if dist.get_backend() == "fake":
         return ()
     ranks = frozenset(int(rank) for rank in axis.mesh.flatten().tolist())
-    held: set[int] = set()
-    if not mode.has_own_batches:
-        held = {place.slot for place in inventory.places if place.is_attribute}
+    held = set[int]() if mode.has_own_batches else inventory.held
     slots = [
         slot
         for place, slot in enumerate(inventory.slots)
-        if (slot.role is Role.PARAMETER or (place in held and slot.role is Role.BUFFER))
+        if (slot.role is Role.PARAMETER or place in held)
         and not _torch.is_fake(_torch.plain_tensor(slot.tensor))
         and all(len(ranks & each) <= 1 for _, each in _sharded_over(slot.tensor))
     ]

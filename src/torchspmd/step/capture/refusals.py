@@ -133,10 +133,11 @@ _RAISE_FIX = (
     "is raised. Or check outside of the step."
 )
 _CLOSED_FIX = (
-    "Only tensors of the step's arguments and of their modules and optimizers are inputs "
-    "of the graph. An argument is looked into where it is a container or a plain object "
-    "(a dataclass), unless that holds a model or the tensor requires gradients.\nPass the "
-    "tensors by themselves, or register them as buffers of a module."
+    "Inputs of the graph are tensors of the step's arguments, of their modules and "
+    "optimizers, and those without gradients that its code reaches by name. An argument is "
+    "looked into where it is a container or a plain object (a dataclass), unless that "
+    "holds a model or the tensor requires gradients.\nPass the tensors by themselves, or "
+    "register them as buffers of a module."
 )
 _ANOMALY_FIX = (
     "A graph has no values before it runs.\nLeave torch.autograd.set_detect_anomaly() off "
@@ -163,9 +164,9 @@ _BY_TEXT = (
     (
         _NO_INPUT,
         "the step uses a tensor that is in no argument",
-        "Only tensors of the step's arguments and of their modules and optimizers are "
-        "inputs of the graph.\nPass it as an argument, or register it as a buffer of a "
-        "module.",
+        "Inputs of the graph are tensors of the step's arguments, of their modules and "
+        "optimizers, and those without gradients that its code reaches by name.\nPass it "
+        "as an argument, or register it as a buffer of a module.",
     ),
     (
         "mixed torch.Tensor and DTensor",

@@ -384,7 +384,7 @@ def _trace(
             )
             raise
         for taken, is_needed in (
-            (Taken.ATTRIBUTES, uses_other_tensors),
+            (Taken.REACHED, uses_other_tensors),
             (Taken.VALUES, needs_values),
         ):
             if is_needed(error) and taken not in inventory.taken:
