@@ -21,7 +21,7 @@ from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from io import IOBase
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -554,7 +554,13 @@ class Walk:
             yield path, Fact((kind, Same(value)))
             return
         is_module = isinstance(value, nn.Module)
-        if not is_module and not _is_closed(kind) and holds_model(value):
+        is_holder = not is_module and not _is_closed(kind) and holds_model(value)
+        if is_holder and is_users_object(value):
+            self.add_class(kind)  # its counters may count, unless the code names them
+            self._objects.append(_Named(path, value, depth))
+            yield path, Fact((kind, _Text(kind.__name__)))
+            return
+        if is_holder:
             self.beyond.append(f"{path} (it holds a model: by identity)")
         elif is_module or isinstance(value, _OPEN) or not _is_closed(kind):
             if attribute_of(value, "__dict__") is not None or _slot_names(kind):
@@ -717,8 +723,13 @@ class Walk:
 
     def _add_methods(self) -> None:
         for kind in filter(_is_users_class, list(self._classes)):
-            is_made = kind in self._made
-            for key, function in methods_of(kind, self._names, is_made=is_made):
+            is_made, is_holder = kind in self._made, False
+            if is_dataclass(kind):
+                objects = (each for each in self._objects if type(each.value) is kind)
+                is_holder = any(each.may_count for each in objects)
+            for key, function in methods_of(
+                kind, self._names, is_made=is_made, is_holder=is_holder
+            ):
                 self.add_function(f"{kind.__qualname__}.{key}", function)
 
     def _named_attributes(self, named: _Named) -> Iterator[NamedFact]:

@@ -135,9 +135,9 @@ _RAISE_FIX = (
 _CLOSED_FIX = (
     "Inputs of the graph are tensors of the step's arguments, of their modules and "
     "optimizers, and those without gradients that its code reaches by name. An argument is "
-    "looked into where it is a container or a plain object (a dataclass), unless that "
-    "holds a model or the tensor requires gradients.\nPass the tensors by themselves, or "
-    "register them as buffers of a module."
+    "looked into where it is a container or a plain object (a dataclass), unless the "
+    "tensor requires gradients.\nPass the tensors by themselves, or register them as "
+    "buffers of a module."
 )
 _ANOMALY_FIX = (
     "A graph has no values before it runs.\nLeave torch.autograd.set_detect_anomaly() off "

@@ -208,7 +208,11 @@ _UNCALLED = frozenset(
 
 
 def methods_of(
-    kind: type, names: frozenset[str] | set[str], *, is_made: bool
+    kind: type,
+    names: frozenset[str] | set[str],
+    *,
+    is_made: bool,
+    is_holder: bool = False,
 ) -> Iterator[tuple[str, FunctionType]]:
     """The functions of a class that may be called: by name, or by an operator.
 
@@ -216,6 +220,8 @@ def methods_of(
         kind: The class.
         names: Names of attributes and methods that the step's code has.
         is_made: Whether the step may make objects of it.
+        is_holder: Whether its objects hold models: nobody compares these, and what a
+            dataclass has for that names every field.
     """
     for key, value in vars(kind).items():
         is_special = key.startswith("__") and key.endswith("__")
@@ -225,7 +231,9 @@ def methods_of(
             is_called = key in names or (is_special and key not in _UNCALLED)
         if is_called:
             for function in _functions_in(value):
-                yield key, function
+                is_made_up = is_special and function.__code__.co_filename == "<string>"
+                if not (is_made_up and is_holder) or key in _MAKING:
+                    yield key, function
 
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:
