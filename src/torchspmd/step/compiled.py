@@ -442,6 +442,7 @@ class CompiledStep:
                 self._counters.update(counted.counters)
             except TakeMoreError as more:
                 self._taken.add(more.taken)
+                initial.take_back()
                 return None
             except FixedSizesError as fixed:
                 logger.info("%s: sizes stay fixed", self._name, exc_info=True)
