@@ -112,6 +112,13 @@ class FakeWorld:
             make = self._environment.create_symintnode
         return make(symbol, hint=hint, source=ConstantSource(str(symbol)))
 
+    def is_true(self, number: Any) -> bool:
+        """Whether a number is not 0, which is assumed from now on."""
+        import sympy  # type: ignore[import-untyped]
+
+        is_other = sympy.Ne(symbol_of(number), 0)
+        return bool(self._environment.evaluate_expr(is_other))
+
     @contextlib.contextmanager
     def reading_values(self) -> Iterator[None]:
         """Let ``item()`` give a symbol inside; outside it fails."""
@@ -128,7 +135,7 @@ class FakeWorld:
 
     def ranges(self, symbols: Iterable[Any]) -> tuple[Any, ...]:
         """What is always assumed about sizes, such as that they are not 0 or 1."""
-        import sympy  # type: ignore[import-untyped]
+        import sympy
 
         found = [(symbol, self._environment.var_to_range[symbol]) for symbol in symbols]
         lower = [sympy.Ge(symbol, bounds.lower) for symbol, bounds in found]

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError
@@ -22,9 +21,25 @@ from torchspmd.errors import LayoutError, UsageError
 # a second module that is tied to it gets the same DTensor and not another copy.
 _NAME = "_torchspmd_name"
 _SUCCESSOR = "_torchspmd_successor"
-# By shard, what it replaced. That has no values any more, but it must live: another tensor
-# could get its identity, and be taken for the shard.
-_predecessors: Any = WeakIdKeyDictionary()
+_PREDECESSOR = "_torchspmd_predecessor"  # set on a shard: what it replaced
+
+
+class _Predecessor:
+    """What a shard has replaced, in no copy of the shard.
+
+    It has no values any more, but it must live: another tensor could get its identity, and
+    be taken for the shard. Not a table with weak keys: torch converts no parameter
+    (``model.double()``) that a weak reference points to.
+    """
+
+    def __init__(self, parameter: torch.Tensor | None = None) -> None:
+        self.parameter = parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Predecessor":
+        return _Predecessor()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Predecessor, ()
 
 
 class _Untrainable:
@@ -145,19 +160,19 @@ def copy_attributes(parameter: torch.Tensor, placed: torch.Tensor) -> None:
     """
     for name, value in vars(parameter).items():
         fits = not (isinstance(value, torch.Tensor) and value.shape == parameter.shape)
-        if name not in (_NAME, _SUCCESSOR) and fits:
+        if name not in (_NAME, _SUCCESSOR, _PREDECESSOR) and fits:
             setattr(placed, name, value)
 
 
 def note_predecessor(placed: torch.Tensor, parameter: torch.Tensor) -> None:
     """Note which parameter a shard stands for: code may know that one by its identity."""
-    _predecessors[placed] = parameter
+    setattr(placed, _PREDECESSOR, _Predecessor(parameter))
 
 
 def predecessor_id(placed: torch.Tensor) -> int | None:
     """The identity of the parameter that a shard has replaced; None where there is none."""
-    found = _predecessors.get(placed)
-    return None if found is None else id(found)
+    found = vars(placed).get(_PREDECESSOR)
+    return None if found is None or found.parameter is None else id(found.parameter)
 
 
 def describe_losses(parameters: Mapping[str, nn.Parameter]) -> list[str]:

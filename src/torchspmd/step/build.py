@@ -14,7 +14,13 @@ from torchspmd.errors import CaptureError
 from torchspmd.step.capture.dynamic_shapes import input_shapes, with_any_size
 from torchspmd.step.capture.guards import TensorFact, sign
 from torchspmd.step.capture.initial_states import UnusedStatesError
-from torchspmd.step.capture.inventory import CountersError, Inventory, Role
+from torchspmd.step.capture.inventory import (
+    CountersError,
+    Inventory,
+    Role,
+    TakeMoreError,
+    Taken,
+)
 from torchspmd.step.capture.override import Overrides
 from torchspmd.step.capture.parallel_mode import ParallelMode
 from torchspmd.step.capture.trace import (
@@ -43,7 +49,12 @@ from torchspmd.step.passes.runner import pass_reports, run_transformation
 from torchspmd.step.program import Program, find_loose, find_released
 from torchspmd.step.programs import Request
 from torchspmd.step.progress import Progress, phase
-from torchspmd.step.rank_agreement import Agreement, CommPlan, build_comm_plan
+from torchspmd.step.rank_agreement import (
+    Agreement,
+    CommPlan,
+    build_comm_plan,
+    is_real_group,
+)
 from torchspmd.step.rival import Rivals, lower_rivals, why_untimed
 from torchspmd.step.runtime import Runtime, current_runtime
 from torchspmd.step.shadow.check import ShadowPlan
@@ -114,6 +125,7 @@ def build_program(
         FixedSizesError: Before ranks agree: build it for one size.
         UnusedStatesError: Before ranks agree: build it without these states.
         CountersError: Before ranks agree: build it with these numbers as inputs.
+        TakeMoreError: Before ranks agree: build it with more as inputs or guards.
     """
     title = f"{options.name}, program {request.number}"
     runtime = current_runtime()
@@ -175,7 +187,7 @@ def _symbols_or_error(request: Request) -> Iterator[None]:
     """Whatever fails inside with symbols for sizes may succeed without them."""
     try:
         yield
-    except (UnusedStatesError, CountersError):
+    except (UnusedStatesError, CountersError, TakeMoreError):
         raise  # the step is traced again, with symbols
     except Exception as error:
         if request.sizes is None:
@@ -194,7 +206,7 @@ def _capture(
             options.name,
             inventory,
             mode,
-            compare_values=request.number == 0,
+            compare_values=request.number == 0 or Taken.REACHED in inventory.taken,
             sizes=sizes,
         )
         if sizes is None or not assumes_other_sizes(captured, inventory):
@@ -385,6 +397,7 @@ def _make_program(
         certificate=certificate,
         agreed=agreed.number,
         plan=agreed.plan,
+        peers=frozenset(agreed.plan.ranks if is_real_group() else ()),
         notes=(
             f"phases: {progress.describe()}",
             *captured.notes,

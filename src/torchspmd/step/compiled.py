@@ -22,6 +22,8 @@ from torchspmd.step.capture.inventory import (
     Counter,
     CountersError,
     Inventory,
+    TakeMoreError,
+    Taken,
     take_inventory,
 )
 from torchspmd.step.capture.parallel_mode import ParallelMode
@@ -44,7 +46,7 @@ from torchspmd.step.pending import (
 from torchspmd.step.program import ClosedProgram, Program
 from torchspmd.step.programs import Programs, Request, warn_of_many
 from torchspmd.step.progress import logger, phase
-from torchspmd.step.rank_agreement import Agreement, Switches
+from torchspmd.step.rank_agreement import Agreement, Calls, Switches, key_of_program
 from torchspmd.step.runtime import current_runtime
 from torchspmd.step.shadow.check import Shadow
 from torchspmd.step.trial import Trials
@@ -82,10 +84,12 @@ class CompiledStep:
         # A thread that saves a checkpoint while another one trains waits for the step.
         self._lock = threading.RLock()
         self._counters: set[Counter] = set()  # that were seen to count
+        self._taken: set[Taken] = set()  # what its inventories have that most have not
         self._num_measured = self._num_tries = self._num_calls = 0
         # The same on every rank when ranks compile the same steps in the same order.
         self._serial = _made[self._name] = _made.get(self._name, -1) + 1
         self._switches = Switches(self._name, str(self._serial))
+        self._calls = Calls(self._name)
         self._shadow = Shadow(
             self._name,
             str(self._serial),
@@ -119,8 +123,23 @@ class CompiledStep:
                     self._shadow.begin_again(program)
                 self._num_calls += 1
                 program.last_call = self._num_calls
-            with runtime.running(program, inventory):
+            with runtime.running(program, inventory), self._explaining(program):
                 return self._run(program, inventory, last_train_step)
+
+    @property
+    def _key(self) -> str:
+        """Which step of its name it is, and how often it has tried to build a program."""
+        return f"{self._serial}/{self._num_tries + self._calls.num_told}"
+
+    def _explaining(self, program: Program) -> contextlib.AbstractContextManager[None]:
+        """Say what is wrong where ranks wait in vain for one that captures alone."""
+        ranks = program.peers
+        if not ranks:
+            return contextlib.nullcontext()
+        agreed = self._programs.num_agreed
+        key = key_of_program(self._name, self._key, agreed)
+        self._calls.begin(self._num_calls, ranks, key, agreed)
+        return self._calls.explaining()
 
     def _find(self, args: Any, kwargs: Any) -> tuple[Program | None, Inventory]:
         """What a call works on and its program, once updates that come first are made."""
@@ -310,6 +329,7 @@ class CompiledStep:
                 lift_numbers=lift_numbers,
                 function=function,
                 counters=self._counters,
+                taken=self._taken,
             )
 
     def _check_alone(self) -> None:
@@ -348,8 +368,14 @@ class CompiledStep:
         reason = programs.why_none_fits(inventory)
         flush_shared(inventory)
         mode = self._resolve_mode(inventory)
-        key = f"{self._serial}/{self._num_tries}"
-        ranks = Agreement(self._name, key, programs.num_agreed, mode.mesh)
+        ranks = Agreement(
+            self._name,
+            self._key,
+            programs.num_agreed,
+            mode.mesh,
+            call=self._num_calls + 1,
+            reason=reason if programs.kept else "",
+        )
         with InitialStates(inventory, mode) as initial:
             if initial:
                 inventory = initial.mark(self._take_inventory(args, kwargs))
@@ -372,12 +398,15 @@ class CompiledStep:
                 with (
                     contextlib.nullcontext() if is_alone else ranks.reporting_failure()
                 ):
-                    program, inventory = self._capture(
+                    captured = self._capture(
                         args, kwargs, inventory, initial, mode, ranks, request
                     )
             finally:
                 # Ranks that fail do so together, and may try again.
                 self._num_tries += ranks.is_used
+        if captured is None:  # it needs more than the inventory has
+            return self._build(args, kwargs, self._take_inventory(args, kwargs))
+        program, inventory = captured
         is_agreed = program.agreed == request.agreed
         if is_agreed:
             self._switches.to_new(program.agreed, program.plan)
@@ -398,27 +427,32 @@ class CompiledStep:
         mode: ParallelMode,
         ranks: Agreement,
         request: Request,
-    ) -> tuple[Program, Inventory]:
-        """Build the program; once more where less can be done than was asked for."""
+    ) -> tuple[Program, Inventory] | None:
+        """Build the program; once more where less can be done than was asked for.
+
+        None where its inventory must have more, such as an optimizer without its state.
+        """
         while True:
             try:
                 program = build_program(self._options, inventory, mode, ranks, request)
                 return program, inventory
             except UnusedStatesError as unused:
                 initial.keep_updated(inventory, unused)
-                inventory = self._take_inventory(args, kwargs)
-                if initial:
-                    inventory = initial.mark(inventory)
             except CountersError as counted:
                 self._counters.update(counted.counters)
-                inventory = self._take_inventory(args, kwargs)
-                if initial:
-                    inventory = initial.mark(inventory)
+            except TakeMoreError as more:
+                self._taken.add(more.taken)
+                initial.take_back()
+                return None
             except FixedSizesError as fixed:
                 logger.info("%s: sizes stay fixed", self._name, exc_info=True)
                 why = str(fixed.__cause__).strip().partition("\n")[0]
                 note = "one program for each size, since sizes cannot be symbols here: "
                 request = replace(request, sizes=None, notes=(note + why,))
+                continue
+            inventory = self._take_inventory(args, kwargs)
+            if initial:
+                inventory = initial.mark(inventory)
 
     def _resolve_mode(self, inventory: Inventory) -> ParallelMode:
         if self._mode is None:

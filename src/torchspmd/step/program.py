@@ -49,6 +49,7 @@ class Program:
         reason: Why it was captured: ``first call``, or what differed from an earlier one.
         agreed: Which program ranks have agreed on sends what this one sends.
         plan: What it sends.
+        peers: The ranks that it communicates with, where they are processes.
         shapes: The shapes of tensor arguments that choices were made by.
         sizes: The sizes of tensor arguments that may be any; None for none.
         ledger: What the graph communicates.
@@ -87,6 +88,7 @@ class Program:
     capture_seconds: float
     agreed: int = 0
     plan: CommPlan = field(default_factory=CommPlan)
+    peers: frozenset[int] = frozenset()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sizes: Sizes | None = None
     size_symbols: tuple[tuple[Any, int, int], ...] = ()
@@ -189,6 +191,13 @@ class Program:
         if isinstance(self.run, IterGraphModule):
             return self.run.run_and_write(flat, write, last_iter=last)
         return write(self.run(*flat))
+
+    def stored_in(self, inventory: Inventory) -> dict[str, Any]:
+        """What a call has stored in attributes, by name."""
+        return {
+            each.path: _torch.map_tree(lambda leaf: leaf, each.get(inventory))
+            for each in self.outputs.stored
+        }
 
     @property
     def is_deferring(self) -> bool:
@@ -410,7 +419,13 @@ def write_back(
     write_values(destinations, leaves, inventory, values)
     for parameter in outputs.cleared:
         inventory.slots[parameter].tensor.grad = None
-    return _torch.unflatten_tree(leaves, outputs.structure)
+    made = _torch.unflatten_tree(leaves, outputs.structure)
+    if not outputs.stored:
+        return made
+    returned, stored = made
+    for attribute, value in zip(outputs.stored, stored, strict=True):
+        attribute.put(inventory, value)
+    return returned
 
 
 def write_values(

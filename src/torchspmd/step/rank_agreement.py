@@ -3,6 +3,10 @@
 import contextlib
 import json
 import re
+import textwrap
+import threading
+import time
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
@@ -20,7 +24,7 @@ from torchspmd.step.graph.collectives import events_of
 from torchspmd.step.graph.cost import CostModel
 from torchspmd.step.graph.memory import ROLE_KEY
 from torchspmd.step.graph.metadata import OutputKind, output_values, roles_of
-from torchspmd.step.progress import phase
+from torchspmd.step.progress import logger, phase
 
 # ----------------------------------------------------------------------------
 # What ranks are about to run, as values that can be compared.
@@ -286,6 +290,8 @@ class Agreement:
         key: Which step of that name it is, and how often it has tried.
         number: Which program of the step it is.
         mesh: The ranks that run it; None for a step of this rank alone.
+        call: For which call of the step.
+        reason: Why it is needed.
 
     Attributes:
         is_used: Whether other ranks were asked or told anything.
@@ -294,10 +300,18 @@ class Agreement:
     """
 
     def __init__(
-        self, name: str, key: str, number: int, mesh: DeviceMesh | None
+        self,
+        name: str,
+        key: str,
+        number: int,
+        mesh: DeviceMesh | None,
+        *,
+        call: int = 0,
+        reason: str = "",
     ) -> None:
         self._what = f"program {number} of {name!r}"
-        self._key = f"torchspmd/step/{name}/{key}/{number}"
+        self._key = key_of_program(name, key, number)
+        self._call, self._reason = call, reason
         is_alone = mesh is None or dist.get_backend() == "fake"
         self._mesh = None if is_alone else mesh
         self.is_used = False
@@ -358,18 +372,34 @@ class Agreement:
         self, text: str, ranks: Sequence[int], what: str, stage: str, seconds: float
     ) -> Mapping[int, str]:
         self.is_used = True
+        _post_begun(self._key, self._call, self._reason)
         with phase("waiting for all ranks"):
             found = exchange_texts(
                 text, ranks, f"{self._key}/{stage}", seconds, f"{self._key}/failed"
             )
         if found.failures:
             failed = found.failures.items()
+            if any(text.startswith(_ALONE) for _, text in failed):
+                raise AgreementError(_alone(self._what, dist.get_rank(), self._reason))
             lines = "\n".join(f"  * rank {rank}: {text}" for rank, text in failed)
             raise AgreementError(
                 f"compile: {what} could not be built on every rank\n\n{lines}\n\n"
                 "Nothing was run. Fix what failed there, and call the step on all ranks."
             )
-        return found.require_all(f"compile: {what} is captured here", _SAME_CALLS)
+        here = f"compile: {what} is captured here"
+        if found.missing and self._reason:
+            here = f"{here}, because it {self._reason}\n\nThere"
+        return found.require_all(here, _SAME_CALLS)
+
+
+def key_of_program(name: str, key: str, number: int) -> str:
+    """Under which key ranks speak about a program that they build."""
+    return f"torchspmd/step/{name}/{key}/{number}"
+
+
+def is_real_group() -> bool:
+    """Whether there are other ranks that could be told anything."""
+    return dist.is_initialized() and dist.get_backend() != "fake"
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[int]:
@@ -434,6 +464,110 @@ def share_shapes(
 
 
 # ----------------------------------------------------------------------------
+# A rank that captures anew alone, because a value has changed there and nowhere else.
+#
+# The others run the program of before, and wait in a collective for what never comes. No
+# call asks the store for that. A thread looks there when one call takes long, tells the
+# rank that it is alone, and its own what went wrong, for when the collective ends.
+
+LONG_SECONDS = 5.0  # of a call, from which on it may wait for a rank that captures
+_ALONE = "runs a program of before"
+
+
+def _post_begun(key: str, call: int, reason: str) -> None:
+    """Tell ranks that run another program in the same call what is captured here."""
+    text = json.dumps((call, reason))
+    _torch.default_store().set(f"{key}/begun/{dist.get_rank()}", text)
+
+
+def _alone(what: str, rank: int, reason: str) -> str:
+    lines = textwrap.indent(reason, "  ")
+    return (
+        f"compile: {what} is captured by rank {rank} alone, while other ranks run the "
+        f"program of before in the same call\n\n{lines}\n\nWhat the step's Python reads "
+        "must change on all ranks before the same call. Change it on all of them, or pass "
+        "it as a tensor or a float argument. The other ranks wait in a collective until "
+        "this one makes the call with the value of before, or the job ends."
+    )
+
+
+@final
+class Calls:
+    """The running call of a step, as the thread sees it that looks after long ones.
+
+    Args:
+        name: The step's name.
+
+    Attributes:
+        num_told: How many tries of other ranks to build a program have failed here.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self.num_told = name, 0
+        # Its number, the ranks that it communicates with, where these would speak about
+        # another program, which one that is, and since when it runs.
+        self._running: tuple[int, Collection[int], str, int, float] | None = None
+        self._error = ""
+
+    def begin(self, call: int, ranks: Collection[int], key: str, number: int) -> None:
+        """A call begins that communicates with these ranks."""
+        if not _watched:
+            _start_watching()
+        _watched.add(self)
+        self._error = ""
+        self._running = call, ranks, key, number, time.monotonic()
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise what the thread has found, where a collective fails inside."""
+        try:
+            yield
+        except Exception as error:
+            self.look(wait=0.0)
+            if self._error:
+                raise AgreementError(self._error) from error
+            raise
+        finally:
+            self._running = None
+
+    def look(self, wait: float) -> None:
+        """Look for a rank that captures another program for the running call."""
+        if (running := self._running) is None:
+            return
+        call, ranks, key, number, since = running
+        if self._error or time.monotonic() - since < wait:
+            return
+        store, own = _torch.default_store(), dist.get_rank()
+        for rank in sorted({*ranks} - {own}):
+            if not store.check([f"{key}/begun/{rank}"]):
+                continue
+            theirs, reason = json.loads(store.get(f"{key}/begun/{rank}"))
+            if theirs <= call:
+                what = f"program {number} of {self._name!r}"
+                self._error, self.num_told = (
+                    _alone(what, rank, reason),
+                    self.num_told + 1,
+                )
+                store.set(f"{key}/failed/{own}", _ALONE)
+                logger.error("%s", self._error)
+                return
+
+
+_watched: weakref.WeakSet[Calls] = weakref.WeakSet()
+
+
+def _start_watching() -> None:
+    def watch() -> None:
+        while True:
+            time.sleep(LONG_SECONDS / 4)
+            with contextlib.suppress(Exception):  # a process group that is gone
+                for each in list(_watched):
+                    each.look(LONG_SECONDS)
+
+    threading.Thread(target=watch, name="torchspmd-calls", daemon=True).start()
+
+
+# ----------------------------------------------------------------------------
 # Ranks that go back to another program do so together.
 #
 # Programs are compared when they are made. A rank that has several may run one while
@@ -487,7 +621,7 @@ class Switches:
 
     def _synchronise(self, number: int, plan: CommPlan) -> None:
         self._count += 1
-        if not dist.is_initialized() or dist.get_backend() == "fake":
+        if not is_real_group():
             return
         ranks = sorted({dist.get_rank(), *plan.ranks})
         key = f"{self._key}/{self._count}"

@@ -3,6 +3,7 @@
 import copy
 import gc
 import operator
+import pickle
 import weakref
 from functools import partial
 
@@ -19,6 +20,7 @@ from training import train_keeping_gradients as step_hooks
 from torchspmd import CommDebugMode
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError, UsageError
+from torchspmd.layout.retired import predecessor_id
 from torchspmd.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -766,3 +768,39 @@ def test_what_replicas_hold_is_reduced_in_the_bucket_that_was_scattered():
     for scatter, total in zip(scatters[:-1], sums[:-1], strict=True):
         between = list(program.graph.graph.nodes)[position[scatter] : position[total]]
         assert any("mm" in str(node.target) for node in between)  # it computes
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+def test_a_sharded_model_is_converted(dtype):
+    with fake_mesh(2, ("dp",)):
+        model = nn.Linear(4, 4)
+        optim = torch.optim.AdamW(model.parameters(), foreach=True)
+        compiled = compile(step, parallel="fully_shard", shadow=0)
+        for _ in range(2):
+            compiled(model, optim, torch.ones(2, 4))
+        shards = list(model.parameters())
+        model.to(dtype)
+        assert all(map(operator.is_, model.parameters(), shards))
+        assert model.weight.dtype is dtype
+        batch = torch.ones(2, 4, dtype=dtype)
+        if dtype is not torch.float32:
+            with pytest.raises(
+                CaptureError, match="state is of another dtype than its"
+            ):
+                compiled(model, optim, batch)
+            optim = torch.optim.AdamW(model.parameters(), foreach=True)
+        assert compiled(model, optim, batch).dtype is dtype
+
+
+def test_copies_of_a_shard_know_nothing_of_what_it_replaced():
+    with fake_mesh(2, ("dp",)):
+        model = nn.Linear(4, 4)
+        optim = torch.optim.SGD(model.parameters())
+        compile(step, parallel="fully_shard", shadow=0)(model, optim, torch.ones(2, 4))
+        assert predecessor_id(model.weight)
+        copied = copy.deepcopy(model)
+        assert (
+            isinstance(copied.weight, DTensor) and predecessor_id(copied.weight) is None
+        )
+        state = vars(model.weight)["_torchspmd_predecessor"]
+        assert pickle.loads(pickle.dumps(state)).parameter is None

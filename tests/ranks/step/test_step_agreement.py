@@ -137,6 +137,55 @@ def test_a_rank_that_does_not_come(ranks2):
     assert "may be running a program that it has already" in text
 
 
+class Settings:
+    scale = 1.0
+
+
+def scaled(model, optim, batch):
+    loss = model(batch).square().mean() * SETTINGS.scale
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+SETTINGS = Settings()
+
+
+def changes_alone(parallel):
+    """A value changes on rank 1, which then takes that back; then it does on both."""
+    torch.manual_seed(0)
+    rank_agreement.LONG_SECONDS, rank = 0.5, dist.get_rank()
+    model, SETTINGS.scale = nn.Linear(4, 2), 1.0
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    step, batch = compile(scaled, parallel=parallel, shadow=0), torch.ones(2, 4)
+    found, seconds = "", 0.0
+    for number in range(8):
+        if number == 3 and rank == 1:
+            start, SETTINGS.scale = time.monotonic(), 0.5
+            try:
+                step(model, optim, batch)
+            except AgreementError as error:
+                found, seconds = str(error), time.monotonic() - start
+            SETTINGS.scale = 1.0
+        if number == 5:
+            SETTINGS.scale = 0.25
+        step(model, optim, batch)
+    rank_agreement.LONG_SECONDS = 5.0
+    return found, seconds, len(step.programs)
+
+
+@pytest.mark.parametrize("parallel", (None, "replicate", "fully_shard"))
+def test_a_value_that_changes_on_one_rank_alone(parallel, ranks2):
+    first, second = ranks2.run(changes_alone, parallel)
+    assert first == ("", 0.0, 2)
+    text, seconds, programs = second
+    assert programs == 2 and seconds < 60
+    assert "program 1 of 'scaled' is captured by rank 1 alone, while other" in text
+    assert "SETTINGS.scale: 1.0 -> 0.5" in text
+    assert "Change it on all of them, or pass it as a tensor" in text
+
+
 def fails_on_one(model=None, **options):
     """Rank 1 cannot make the program at first; with ``verify`` it would be the same."""
     tries = []

@@ -204,3 +204,115 @@ def test_example_follows_ddp(tmp_path):
         run_ranks(run_example, 2, store.port, output, timeout=120)
     assert "step 2: compiled" in output.read_text()
     assert "1 program" in output.read_text()
+
+
+class Router(nn.Module):
+    """Keeps its loss, this rank's rows and a running mean; the next call reads these."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.expert = nn.Linear(8, 4), nn.Linear(8, 8)
+        self.aux_loss, self.rows, self.mean = None, None, torch.zeros(8)
+
+    def forward(self, x):
+        chosen = self.gate(x).softmax(-1)
+        self.aux_loss = chosen.mean(0).square().sum()
+        if self.rows is not None:
+            x = x + 0.1 * self.rows
+        self.rows, self.mean = x.detach(), 0.9 * self.mean + x.detach().mean(0)
+        return self.expert(x) * chosen.amax(-1, keepdim=True) + self.mean
+
+
+def keep_tensors(parallel):
+    torch.manual_seed(0)
+    model = Router()
+    reference = copy.deepcopy(model)
+    optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+
+    def step(model, optim, batch):
+        loss = model(batch).square().mean() + model.aux_loss
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+
+    def average(gradient):
+        if parallel is not None:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        return gradient
+
+    for parameter in reference.parameters():
+        parameter.register_hook(average)
+    compiled, rank = compile(step, parallel=parallel, shadow=2), dist.get_rank()
+    for number in range(5):
+        whole, own = parts(number)
+        compiled(model, optims[0], own)
+        step(reference, optims[1], whole if parallel is None else own)
+        rows = reference.rows
+        if parallel is None:
+            rows = rows[4 * rank : 4 * rank + 4]
+        torch.testing.assert_close(model.rows, rows)
+        torch.testing.assert_close(model.mean, reference.mean)
+        torch.testing.assert_close(model.aux_loss, reference.aux_loss.detach())
+    assert worst(model, reference) < 1e-6
+    return len(compiled.programs)
+
+
+def test_tensors_kept_in_attributes(ranks2):
+    for parallel in (None, "replicate", "fully_shard"):
+        assert ranks2.run(keep_tensors, parallel) == [2, 2]
+
+
+class Initialised(nn.Module):
+    """Takes its scale from the first batch, as weights with ActNorm do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        y = self.layer(x)
+        if not self.ready:
+            with torch.no_grad():
+                self.scale.copy_(y.abs().mean(0))
+                self.ready.fill_(True)
+        self.count += 1
+        return y / self.scale if self.count > 2 else y
+
+
+def choose_by_buffers(parallel):
+    torch.manual_seed(0)
+    model = Initialised()
+    reference = copy.deepcopy(model)
+    optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+
+    def step(model, optim, batch):
+        model(batch).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    def average(gradient):
+        if parallel is not None:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        return gradient
+
+    for parameter in reference.parameters():
+        parameter.register_hook(average)
+    compiled = compile(step, parallel=parallel, shadow=2)
+    for number in range(6):
+        whole, own = parts(number)
+        compiled(model, optims[0], own)
+        step(reference, optims[1], whole if parallel is None else own)
+        torch.testing.assert_close(model.scale, reference.scale)
+        assert model.ready and model.count == number + 1
+    assert worst(model, reference) < 1e-6
+    return len(compiled.programs)
+
+
+def test_choices_by_buffers(ranks2):
+    for parallel in (None, "replicate", "fully_shard"):
+        assert ranks2.run(choose_by_buffers, parallel) == [3, 3]

@@ -75,3 +75,40 @@ def test_weights_tied_by_memory_between_steps():
     model[1].weight.data = model[1].weight.data.clone()
     step(model, optim, torch.ones(4, 4), torch.ones(4, 4))
     assert len(step.programs) == 1
+
+
+class KeepsAView(nn.Linear):
+    def forward(self, x):
+        self.first = self.weight.detach()[0]
+        return super().forward(x)
+
+
+def train_viewed(model, optim, batch):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.detach()
+
+
+def test_a_view_of_a_parameter_may_be_stored():
+    logs = []
+    for step in (train_viewed, compile(train_viewed, shadow=0)):
+        torch.manual_seed(0)
+        model, log = KeepsAView(4, 4), []
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(4):
+            log += [step(model, optim, torch.ones(2, 4) * number), model.first.clone()]
+        logs.append(log)
+    assert all(map(torch.equal, *logs))
+
+
+def test_a_view_of_a_parameter_around_the_step_is_refused():
+    model = nn.Linear(4, 4)
+    optim, view = torch.optim.SGD(model.parameters(), lr=0.1), model.bias.detach()
+
+    def step(model, optim, batch):
+        return train_viewed(model, optim, batch) + view.sum()
+
+    with pytest.raises(CaptureError, match="view around step are two tensors on the"):
+        compile(step)(model, optim, torch.ones(2, 4))

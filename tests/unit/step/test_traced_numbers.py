@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from training import train
 
+from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 
 VALUES = (2.0, 0.5, 0.25, 0.5)
@@ -105,3 +106,108 @@ def test_numbers_of_an_optimizer():
         return found
 
     assert run(compile) == run(lambda step: step)
+
+
+# ----------------------------------------------------------------------------
+# Choices by buffers that are one number.
+
+
+class Chooses(nn.Module):
+    def __init__(self, choose):
+        super().__init__()
+        self.choose, self.layer = choose, nn.Linear(4, 4)
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("flag", torch.zeros(1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        return self.choose(self, self.layer(x)) * self.scale
+
+
+def by_a_flag(model, y):
+    if not model.ready:
+        with torch.no_grad():
+            model.scale.copy_(y.abs().mean(0))
+            model.ready.fill_(True)
+    return y
+
+
+def by_data(model, y):
+    if model.flag.item() == 0:
+        model.scale.data.copy_(y.std(0))
+        model.flag.data.copy_(torch.ones_like(model.flag))
+    return y
+
+
+def by_a_count(model, y):
+    if model.count > 3:
+        y = y * 2
+    model.count += 1
+    return y if model.count.item() % 2 else y + 1
+
+
+def by_a_constant(model, y):
+    return y * 3 if model.ready and model.flag else y
+
+
+def averaged(model, y):
+    return y
+
+
+def chosen_step(model, optim, batch, average=None):
+    loss = model(batch).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    if average is not None:
+        average.update_parameters(model)
+    return loss.detach()
+
+
+@pytest.mark.parametrize("shadow", (0, 8))
+@pytest.mark.parametrize(
+    ("choose", "programs"),
+    ((by_a_flag, 2), (by_data, 2), (by_a_count, 4), (by_a_constant, 1), (averaged, 2)),
+)
+def test_choices_by_buffers(choose, programs, shadow):
+    step, logs = compile(chosen_step, shadow=shadow), []
+    for function in (step, chosen_step):
+        torch.manual_seed(0)
+        model, log = Chooses(choose), []
+        optim, extra = torch.optim.SGD(model.parameters(), lr=0.1), []
+        if choose is averaged:
+            extra = [torch.optim.swa_utils.AveragedModel(model)]
+        for number in range(8):
+            batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+            log.append(function(model, optim, batch, *extra))
+            state = [model, *extra]
+            log += [each.clone() for m in state for each in m.state_dict().values()]
+        logs.append(log)
+    assert all(map(torch.equal, *logs))
+    assert len(step.programs) == programs
+
+
+def read_after_a_write(model, y):
+    model.count.copy_(y.amax())
+    return y * 2 if model.count > 3 else y
+
+
+def read_after_data(model, y):
+    model.count.data.fill_(5)
+    return y * 2 if model.count > 3 else y
+
+
+def read_as_a_number(model, y):
+    return y * float(model.count)
+
+
+@pytest.mark.parametrize(
+    "choose", (read_after_a_write, read_after_data, read_as_a_number)
+)
+def test_choices_that_are_refused(choose):
+    model = Chooses(choose)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match="needs a tensor's value while") as caught:
+        compile(chosen_step)(model, optim, torch.ones(3, 4))
+    assert "A choice by a buffer that is one number" in str(caught.value)

@@ -29,7 +29,7 @@ from torchspmd.step.capture.inventory import (
     own_table,
 )
 from torchspmd.step.capture.python_values import Fact, Same, simple_fact
-from torchspmd.step.capture.snapshots import is_same_items
+from torchspmd.step.capture.snapshots import Attributes, is_same_items, stored_form
 
 _form = attrgetter("shape", "dtype", "device", "requires_grad")
 _VALUES = methodcaller("values")
@@ -107,10 +107,13 @@ class Unchanged:
         self._values: list[Any] = []
         self._hooks: list[tuple[Mapping[int, Any], list[int]]] = []
         self._empty: list[Mapping[Any, Any]] = []
+        self._storing: list[Attributes] = []  # tables with what a step has stored
         self._keep_arguments(inventory)
         self._keep_tensors(inventory)
         self._keep_modules(inventory)
         self._data = walk_data(inventory).taken
+        for each in self._data:
+            each.forget_stored()
         self._optimizers: list[OptimizerFacts | ScalerFacts] = [
             OptimizerFacts(optimizer, inventory.numbers)
             for _, optimizer in inventory.optimizers
@@ -143,7 +146,9 @@ class Unchanged:
         }
 
     def _keep_tensors(self, inventory: Inventory) -> None:
+        self._attributes = [each for each in inventory.places if each.is_attribute]
         passing = {*inventory.inputs.values(), *inventory.gradients.values()}
+        passing.update(each.slot for each in self._attributes)
         self._slots: list[Slot | None] = [
             None if place in passing else slot
             for place, slot in enumerate(inventory.slots)
@@ -187,7 +192,11 @@ class Unchanged:
                     self._empty.append(hooks)
 
     def _keep_table(self, table: Mapping[Any, Any]) -> None:
-        if table:
+        if any(map(stored_form, table.values())):
+            attributes = Attributes("", table, table=table)
+            attributes.forget_stored()
+            self._storing.append(attributes)
+        elif table:
             self._tables.append(table)
             self._lengths.append(len(table))
             self._keys += table
@@ -206,8 +215,8 @@ class Unchanged:
 
     def _forget(self, _: Any) -> None:
         self._is_usable = False
-        self._slots, self._kept, self._owners = [], [], []
-        self._tables, self._hooks, self._empty = [], [], []
+        self._slots, self._kept, self._owners, self._attributes = [], [], [], []
+        self._tables, self._hooks, self._empty, self._storing = [], [], [], []
         self._lengths, self._keys, self._values = [], [], []
         self._optimizers, self._data = [], []
         self._inventory = Inventory([], None, [])
@@ -260,6 +269,7 @@ class Unchanged:
         types = (type(module()) for module in self._modules)
         return (
             not any(self._empty)
+            and all(each.holds() for each in self._storing)
             and list(map(len, self._tables)) == self._lengths
             and all(map(is_, chain.from_iterable(self._tables), self._keys))
             and all(
@@ -279,6 +289,8 @@ class Unchanged:
         passing: dict[int, Any] = {
             slot: leaves[place] for place, slot in self._inventory.inputs.items()
         }
+        for held in self._attributes:
+            passing[held.slot] = held.table.get(held.key)
         for slot, gradient in zip(
             self._gradient_slots, map(_gradient, self._owners), strict=True
         ):
@@ -306,7 +318,8 @@ def _has_simple_inputs(inventory: Inventory) -> bool:
     """
     slots = list(inventory.inputs.values())
     held = {n for n, slot in enumerate(inventory.slots) if slot.role is Role.INPUT}
-    return len(set(slots)) == len(slots) and held == set(slots)
+    slots += [place.slot for place in inventory.places if place.is_attribute]
+    return len(set(slots)) == len(slots) and held <= set(slots)
 
 
 def _forms(tensors: list[torch.Tensor]) -> list[Any]:

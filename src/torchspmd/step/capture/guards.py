@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
-from torchspmd.step.capture.inventory import Inventory, Role
+from torchspmd.step.capture.inventory import Inventory, Role, TakeMoreError, Taken
 from torchspmd.step.capture.python_values import (
     BOOKS_OF_MODULES,
     MAX_DEPTH,
@@ -70,7 +70,10 @@ def _begin_walk(inventory: Inventory) -> Walk:
 def check_reached(inventory: Inventory) -> tuple[str, ...]:
     """Refuse what a step can reach and a graph cannot follow; note what is not guarded."""
     walk = walk_data(inventory)
-    if names := list(walk.scalers.values()):
+    names = list(walk.scalers.values())
+    if names and Taken.REACHED not in inventory.taken:
+        raise TakeMoreError(Taken.REACHED)
+    if names:
         raise CaptureError(
             f"compile: {', '.join(names)}: a GradScaler that is in no argument. Its scale "
             "would be that of the capture for ever. Pass it to the step as an argument."
@@ -98,6 +101,7 @@ def _data_facts(inventory: Inventory, walk: Walk) -> Iterator[tuple[str, Any]]:
     yield from _module_facts(inventory, walk)
     for name, optimizer in inventory.optimizers:
         walk.add_class(type(optimizer))
+        walk.add_method(type(optimizer), "step")
         for key, value in own_attributes(optimizer).items():
             yield from walk.whole(f"{name}.{key}", value)
         for number, group in enumerate(optimizer.param_groups):
@@ -303,6 +307,7 @@ def _attribute_facts(
     path: str, module: nn.Module, walk: Walk
 ) -> Iterator[tuple[str, Any]]:
     walk.add_class(type(module))
+    walk.add_method(type(module), "forward")
     simple: list[Any] = [type(module)]
     for key, value in sorted(_without_wrappers(module).items()):
         if (fact := simple_fact(value)) is not None:

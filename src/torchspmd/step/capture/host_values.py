@@ -1,10 +1,11 @@
-"""Choices that an optimizer makes by the values of its counters become guards.
+"""Choices that an optimizer, or a module, makes by the values of counters become guards.
 
 RAdam, for instance, rectifies its update from some step on: it adds one to a counter,
 reads it, and chooses. While it is traced, operators on the single numbers of its state are
 also run on their real values. What is read becomes a symbol that has this value, so that
 torch can choose and notes what it assumed; before each later call the few operators run
-again on the state of that call, and the assumptions are checked.
+again on the state of that call, and the assumptions are checked. Where a step needs it, the
+same is done for buffers that are one number (``if self.initialized:``).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,6 +29,32 @@ _COUNTS = frozenset(
         *("sub", "sub_", "zero_", "_foreach_add_", "_foreach_copy_", "_foreach_mul_"),
     }
 )
+# What choices by buffers are made of, beside that.
+_COMPARES = frozenset(
+    {
+        *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__mod__"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and"),
+        *("logical_or", "__and__", "__or__", "__invert__", "__floordiv__", "remainder"),
+        *("all", "any", "logical_or_", "logical_and_", "__truediv__", "div", "detach"),
+        *(
+            "zeros_like",
+            "ones_like",
+            "full_like",
+            "__getitem__",
+            "float",
+            "long",
+            "int",
+            "bool",
+        ),
+    }
+)
+
+
+_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a property
+
+
+def _truth(value: torch.Tensor) -> int:
+    return int(bool(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +182,11 @@ class HostValues(FunctionMode):
                 continue
             name = f"{self._optimizers[state.optimizer]}.{state.key}"
             self._slots.append((self._follow(tensor, frozenset({name})), state.slot))
+        states = {state.slot for state in inventory.states}
+        for slot in traced.keys() - states:  # buffers
+            tensor, name = traced[slot], inventory.slots[slot].name
+            if not is_spread(tensor):
+                self._slots.append((self._follow(tensor, frozenset({name})), slot))
         with _torch.numbers.real_tensors():
             self._values = {p: _real(inventory, s).clone() for p, s in self._slots}
 
@@ -185,11 +217,19 @@ class HostValues(FunctionMode):
             number = args[0] if args else kwargs.get("data")
             if isinstance(number, (*_NUMBERS, torch.SymBool)):
                 return _as_tensor(number, **kwargs)
+        if name == "__get__" and func == _DATA:
+            # What is written through it shows in no version.
+            self._known.pop(id(args[0]), None)
+        if func is torch.Tensor.__bool__ and self._place_of(args[0]) is not None:
+            return self._world.is_true(self._truth_of(args[0]))
         if func is torch.Tensor.item:
             if is_spread(args[0]):
                 raise refuse_read()
+            if args[0].dtype is torch.bool and self._place_of(args[0]) is not None:
+                return self._world.is_true(self._truth_of(args[0]))
             return self._read(args[0], lambda: func(*args, **kwargs))
-        given = self._given(args, kwargs) if name in _MAKES | _COUNTS else None
+        follows = name in _MAKES | _COUNTS | _COMPARES
+        given = self._given(args, kwargs) if follows else None
         result = func(*args, **kwargs)
         if given or (given is not None and name in _MAKES):
             self._repeat(func, args, kwargs, given, result)
@@ -215,7 +255,7 @@ class HostValues(FunctionMode):
         """Run a call once more, on real values, and follow what it makes and writes."""
         tensors = _torch.leaves_of(torch.Tensor, result)
         made = [each for each in tensors if id(each) not in self._known]
-        if any(each.ndim for each in made):
+        if any(each.ndim > 1 or (each.ndim and each.shape[0] != 1) for each in made):
             return
         places = [self._known[id(tensor)][1] for tensor in given]
         family = frozenset().union(*(self._families[place] for place in places))
@@ -247,7 +287,8 @@ class HostValues(FunctionMode):
             return item()
         key = (place, _torch.version_of(tensor))
         if key not in self._read_already:
-            result = item()
+            with self._world.reading_values():
+                result = item()
             if not isinstance(result, _NUMBERS):
                 return result
             family, made = self._families[place], len(self._families)
@@ -256,6 +297,15 @@ class HostValues(FunctionMode):
             number = self._number(made, family)
             self._read_already[key] = _torch.numbers.stand_in(number, result)
         return self._read_already[key]
+
+    def _truth_of(self, tensor: torch.Tensor) -> Any:
+        """A symbol for whether a tensor is true, with what it is now."""
+        place = self._place_of(tensor)
+        assert place is not None
+        family, made = self._families[place], len(self._families)
+        self._families.append(family)
+        self._run(_Call(_truth, (_Place(place),), {}, (made,)))
+        return self._number(made, family)
 
     def _number(self, place: int, family: frozenset[str]) -> Any:
         """The number at a place; equal ones of one kind have one symbol."""

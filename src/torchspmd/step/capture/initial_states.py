@@ -48,13 +48,17 @@ class InitialStates:
                 self._optimizers[index].state[parameter] = state
                 self._made.append((index, parameter))
         except BaseException:
-            self._keep(())
+            self.take_back()
             raise
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None:
-            self._keep(())
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Leave no state that was made here."""
+        self._keep(())
 
     def __bool__(self) -> bool:
         """Whether state was made, and is still there."""

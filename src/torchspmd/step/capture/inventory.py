@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.optimizer_rules import check_optimizer
-from torchspmd.step.capture.python_values import Walk, simple_fact
+from torchspmd.step.capture.python_values import Walk, is_users_object, simple_fact
+from torchspmd.step.capture.snapshots import stored_role
+from torchspmd.step.capture.stored import holders_in, is_holdable
 
 
 class Role(StrEnum):
@@ -97,13 +99,36 @@ class CountersError(Exception):
         self.counters = counters
 
 
+class Taken(StrEnum):
+    """What most steps do not need of an inventory."""
+
+    REACHED = "tensors, models and optimizers that its code reaches are as arguments"
+    VALUES = "choices by buffers of one number are guards"
+
+
+class TakeMoreError(Exception):
+    """The step needs more of its inventory; it is traced again.
+
+    Attributes:
+        taken: What it needs.
+    """
+
+    def __init__(self, taken: Taken) -> None:
+        super().__init__(str(taken))
+        self.taken = taken
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a module keeps a tensor: a table of the module and a key in it."""
+    """Where a module keeps a tensor: a table of the module and a key in it.
+
+    ``is_attribute``: it is a plain attribute, in which a step may store another one.
+    """
 
     table: MutableMapping[str, Any]
     key: str
     slot: int
+    is_attribute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +165,8 @@ class Inventory:
     # The optimizer and the slot of each parameter whose state was made for a capture.
     initial: set[tuple[int, int]] = field(default_factory=set)
     function: Callable[..., Any] | None = None  # the step: its code reaches more
+    taken: frozenset[Taken] = frozenset()
+    held: set[int] = field(default_factory=set)  # tensors that are in no argument
 
     def add(self, name: str, role: Role, tensor: torch.Tensor) -> int:
         """The slot of a tensor; one object has one slot, so tied weights stay tied."""
@@ -179,19 +206,32 @@ def take_inventory(
     lift_numbers: bool,
     function: Callable[..., Any] | None = None,
     counters: Collection[Counter] = (),
+    taken: Collection[Taken] = (),
 ) -> Inventory:
-    """Find every module, optimizer, tensor and number in a call's arguments."""
+    """Find every module, optimizer, tensor and number in a call's arguments.
+
+    Args:
+        args: The arguments.
+        kwargs: Those that are passed by name.
+        lift_numbers: Whether numbers become inputs.
+        function: The step.
+        counters: Numbers that optimizers count in.
+        taken: What else the step needs.
+    """
     leaves, structure = _torch.flatten_tree((args, kwargs))
     paths = _torch.leaf_paths((args, kwargs))
     inventory = Inventory(leaves, structure, [_argument_name(path) for path in paths])
-    inventory.function = function
-    for name, leaf in zip(inventory.names, leaves, strict=True):
+    inventory.function, inventory.taken = function, frozenset(taken)
+    given = [*zip(inventory.names, leaves, strict=True)]
+    reached = _reached(inventory) if Taken.REACHED in inventory.taken else Walk({})
+    given += reached.models.values()
+    for name, leaf in given:
         if isinstance(leaf, nn.Module):
             _add_module(inventory, name, leaf)
-    for name, leaf in zip(inventory.names, leaves, strict=True):
+    for name, leaf in given:
         if isinstance(leaf, Optimizer):
             _add_optimizer(inventory, name, leaf, lift_numbers, counters)
-    for name, leaf in zip(inventory.names, leaves, strict=True):
+    for name, leaf in given:
         if isinstance(leaf, GradScaler):
             _add_scaler(inventory, name, leaf)
     _add_gradients(inventory)
@@ -205,7 +245,50 @@ def take_inventory(
             inventory.numbers.append(Number(name, leaf, leaf=place))
         else:
             _add_held(inventory, inventory.names[place], leaf)
+    _add_attributes(inventory)
+    for name, tensor in reached.tensors.items():
+        if is_holdable(tensor):
+            inventory.held.add(inventory.add(name, Role.BUFFER, tensor))
     return inventory
+
+
+def _reached(inventory: Inventory) -> Walk:
+    """What the step's code reaches without an argument: as buffers, as arguments."""
+    walk = Walk({}, finds_models=True)
+    objects = [
+        (name, leaf)
+        for name, leaf in zip(inventory.names, inventory.leaves, strict=True)
+        if isinstance(leaf, nn.Module) or is_users_object(leaf)
+    ]
+    functions = () if inventory.function is None else (inventory.function,)
+    for _ in walk.reached_from(*functions, hooks=objects):
+        pass
+    return walk
+
+
+def _add_attributes(inventory: Inventory) -> None:
+    """Tensors in plain attributes: what an earlier call has stored, of modules also others.
+
+    Those of modules are as buffers are.
+    """
+    for name, address, holder in holders_in(
+        inventory.modules, inventory.leaves, inventory.names, inventory.function
+    ):
+        table = vars(holder)
+        for key, value in table.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            role = stored_role(value)
+            if not role and address.is_module and Taken.REACHED in inventory.taken:
+                role = Role.BUFFER.value
+            if role in _ROLES_OF_STORED and is_holdable(value):
+                slot = inventory.add(f"{name}.{key}", Role(role), value)
+                inventory.places.append(Place(table, key, slot, is_attribute=True))
+                if not stored_role(value):
+                    inventory.held.add(slot)
+
+
+_ROLES_OF_STORED = frozenset((Role.INPUT.value, Role.BUFFER.value))
 
 
 def _add_held(inventory: Inventory, name: str, argument: Any) -> None:

@@ -10,7 +10,10 @@ from torch import fx
 from torchspmd import _torch
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory, Role, Slot, constant_state
-from torchspmd.step.capture.side_effects import find_traced
+from torchspmd.step.capture.parallel_mode import ParallelMode
+from torchspmd.step.capture.side_effects import Stored, find_traced
+from torchspmd.step.capture.snapshots import mark_stored
+from torchspmd.step.capture.stored import Address
 from torchspmd.step.capture.substitute import Substitution
 from torchspmd.step.graph.metadata import OutputKind, OutputRole
 
@@ -57,6 +60,47 @@ class Result:
     leaf: int
 
 
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A place in which each call stores something: an attribute of an object.
+
+    Attributes:
+        address: The object.
+        key: The attribute.
+        path: Its name.
+        roles: What each leaf that is a tensor is to the next call.
+        in_place: It is a dict, which each call fills.
+    """
+
+    address: Address
+    key: str
+    path: str
+    roles: tuple[str, ...]
+    in_place: bool
+
+    def holder_in(self, inventory: Inventory) -> Any:
+        """The object, in a call."""
+        return self.address.holder_in(
+            inventory.modules, inventory.leaves, inventory.function
+        )
+
+    def put(self, inventory: Inventory, value: Any) -> None:
+        """Store a value, and note that a step has made it."""
+        leaves = _torch.leaves_of(torch.Tensor, value)
+        for leaf, role in zip(leaves, self.roles, strict=True):
+            mark_stored(leaf, role)
+        table = vars(self.holder_in(inventory))
+        if self.in_place:
+            table[self.key].clear()
+            table[self.key].update(value)
+        else:
+            table[self.key] = value
+
+    def get(self, inventory: Inventory) -> Any:
+        """What is stored there now; None for nothing."""
+        return vars(self.holder_in(inventory)).get(self.key)
+
+
 Destination: TypeAlias = NewValue | NewGradient | NewState | NewNumber | Result
 
 
@@ -73,6 +117,7 @@ class Outputs:
         cleared: Parameters whose gradient is None after the step.
         group_values: New values of parameter groups: the optimizer's place, the group's,
             the key and the value.
+        stored: What the returned tree has beside what the step returned: where it goes.
     """
 
     destinations: tuple[Destination, ...]
@@ -82,16 +127,22 @@ class Outputs:
     new_states: tuple[NewState, ...]
     cleared: tuple[int, ...]
     group_values: tuple[tuple[int, int, str, Any], ...] = ()
+    stored: tuple[Attribute, ...] = ()
 
 
 def collect(
     substitution: Substitution,
     returned: Any,
     created: Sequence[tuple[Any, str, Any]] = (),
+    kept: Sequence[Stored] = (),
 ) -> tuple[list[Any], Outputs]:
     """After the step has been traced: its values, and where each goes.
 
-    ``created`` are values that the step put into parameter groups.
+    Args:
+        substitution: The traced values, and where they were.
+        returned: What the step returned.
+        created: What it put into parameter groups.
+        kept: What it stored in attributes.
     """
     found: list[tuple[Destination, Any]] = []
     found += _module_values(substitution)
@@ -105,7 +156,10 @@ def collect(
         if slot not in written
     ]
     known = frozenset(map(id, substitution.inventory.leaves))
-    leaves, structure = _torch.flatten_tree(_opened(returned))
+    tree = _opened(returned)
+    if kept:
+        tree = tree, tuple(each.value for each in kept)
+    leaves, structure = _torch.flatten_tree(tree)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             found.append((Result(place), substitution.mode.result(leaf.detach())))
@@ -123,8 +177,15 @@ def collect(
         tuple(new_states),
         tuple(cleared),
         tuple(_group_values(substitution.inventory, created)),
+        tuple(_attribute(each, substitution.mode) for each in kept),
     )
     return [value for _, value in found], outputs
+
+
+def _attribute(kept: Stored, mode: ParallelMode) -> Attribute:
+    tensors = _torch.leaves_of(torch.Tensor, kept.value)
+    roles = tuple(mode.role_of_stored(each) for each in tensors)
+    return Attribute(kept.address, kept.key, kept.path, roles, kept.in_place)
 
 
 def _opened(returned: Any) -> Any:

@@ -85,6 +85,10 @@ class ParallelMode:
         """What the caller gets for a returned value: this rank's own, or its shard."""
         return _torch.plain_tensor(value)
 
+    def role_of_stored(self, value: torch.Tensor) -> str:
+        """What a value that the step stores in an attribute is to the next call."""
+        return Role.INPUT
+
     def check(self, traced: fx.GraphModule) -> None:
         """Refuse a traced step that this mode would get wrong."""
         return

@@ -21,7 +21,7 @@ from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from io import IOBase
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -45,6 +45,7 @@ from torchspmd.step.capture import snapshots
 from torchspmd.step.capture.user_code import (
     CALLED_BY_TORCH,
     attribute_of,
+    called_in_packages,
     imported_module,
     is_users_file,
     is_users_function,
@@ -161,6 +162,8 @@ _TABLES = (dict, MappingProxyType)
 _SEQUENCES = (list, tuple, deque)
 _BOUND = (functools.partial, MethodType, weakref.ReferenceType, ContextVar)
 # They cannot hold each other in a circle, and equal ones may or may not be one object.
+_MODELS = (nn.Module, Optimizer, GradScaler)
+_CALLED = (FunctionType, BuiltinFunctionType, type)
 _UNCHANGING = (tuple, frozenset, *_BOUND)
 _MOST_LOOKS = 1000
 
@@ -284,7 +287,7 @@ def _is_users_class(kind: type) -> bool:
     return file is None or is_users_file(file)
 
 
-def _is_users_object(value: Any) -> bool:
+def is_users_object(value: Any) -> bool:
     """Whether a value is an object of the user's own, with attributes."""
     is_more = isinstance(value, (nn.Module, Optimizer))
     return (
@@ -322,8 +325,10 @@ class Walk:
 
     Args:
         known: Modules and optimizers that are guarded by themselves, by identity.
+        finds_models: Whether to look for others.
 
     Attributes:
+        models: Modules, optimizers and scalers that were found, by identity, with names.
         generators: Random generators of torch, by identity.
         iterators: What gives another value whenever it is asked, by name.
         scalers: Gradient scalers that are in no argument, by name.
@@ -331,8 +336,9 @@ class Walk:
         beyond: What was not looked at.
     """
 
-    def __init__(self, known: Mapping[int, str]) -> None:
-        self._known = known
+    def __init__(self, known: Mapping[int, str], *, finds_models: bool = False) -> None:
+        self._known, self._finds_models = known, finds_models
+        self.models: dict[int, tuple[str, Any]] = {}
         self._left = MAX_LEAVES
         self._left_for_code = MAX_REACHED
         self._paths: dict[int, str] = {}  # of what was looked at, by identity
@@ -347,6 +353,11 @@ class Walk:
         self._is_of_hook = False  # whether it is a hook whose code is read
         self._made: set[type] = set()  # classes that the step may make objects of
         self._objects: list[_Named] = []
+        # Modules of installed packages, and functions there that forwards lead to.
+        self._packages: dict[int, tuple[str, ModuleType]] = {}
+        self._library: dict[int, FunctionType] = {}
+        self._methods: dict[tuple[type, str], None] = {}
+        self._called: set[type] = set()  # classes of which methods were noted
         self._taken: dict[tuple[int, type], snapshots.Snapshot] = {}
         self.generators: dict[int, torch.Generator] = {}
         self.iterators: dict[int, str] = {}
@@ -379,6 +390,7 @@ class Walk:
         for path, hook in hooks:
             yield from self._begin(path, hook, is_named=True)
         yield from self._follow()
+        yield from self._library_facts()
         self._hold_objects()
 
     def _follow(self) -> Iterator[NamedFact]:
@@ -398,6 +410,19 @@ class Walk:
         for each in kind.__mro__:
             if not _is_closed(each):
                 self._classes[each] = None
+
+    def add_method(self, kind: type, key: str) -> None:
+        """Note a method that torch calls, of a package's class, and what it names there."""
+        if kind in self._called:
+            return
+        self._called.add(kind)
+        for each in kind.__mro__:
+            method = vars(each).get(key)
+            if isinstance(method, FunctionType) and _is_closed(each):
+                self._methods[each, key] = None
+                self.add_function(f"{each.__qualname__}.{key}", method)
+            if isinstance(method, FunctionType) and not is_users_function(method):
+                self._library[id(method)] = method
 
     def add_function(self, path: str, value: Any) -> None:
         """Note a function, if it is the user's: what its code names can change too."""
@@ -442,6 +467,13 @@ class Walk:
             yield path, Fact((kind, value.__code__)) if is_code else simple
         elif id(value) in self._known:
             yield path, Fact((kind, _Text(self._known[id(value)])))
+        elif self._finds_models and isinstance(value, _MODELS):
+            self._found(path, value)
+            yield path, Fact((kind, _Text(path)))
+        elif (form := snapshots.stored_form(value)) is not None:
+            yield f"type of {path}", Fact((kind, _Text(form)))
+            if isinstance(value, (list, dict)):
+                self._hold(value, snapshots.Items(path, value))
         elif isinstance(value, torch.Tensor):
             self.tensors[path] = value
             yield f"type of {path}", Fact((kind, _Text("a tensor")))
@@ -455,6 +487,12 @@ class Walk:
                 self._paths[id(value)] = path
             yield from self._compound(path, value, depth, is_named=is_named)
 
+    def _found(self, path: str, value: Any) -> None:
+        self.models.setdefault(id(value), (path, value))
+        children = value.modules() if isinstance(value, nn.Module) else ()
+        for child in children:
+            self.add_class(type(child))
+
     def _compound(
         self, path: str, value: Any, depth: int, *, is_named: bool
     ) -> Iterator[NamedFact]:
@@ -463,6 +501,8 @@ class Walk:
             yield path, Fact((kind, Same(value)))
             if is_users_file(getattr(value, "__file__", None) or "<frozen"):
                 self._objects.append(_Named(path, value, depth))
+            else:
+                self._packages[id(value)] = path, value
         elif isinstance(value, (set, frozenset)):
             yield path, self._set(path, value, depth)
         elif isinstance(value, (*_TABLES, *_SEQUENCES, *_BOUND)):
@@ -484,7 +524,7 @@ class Walk:
             yield path, Fact((kind, Same(value)))
             inside = ((".__wrapped__", inner),)
             yield from self._inside(path, kind, inside, depth, is_named=True)
-        elif is_named and _is_users_object(value):
+        elif is_named and is_users_object(value):
             yield path, Fact((kind, _Text(kind.__name__)))
             self.add_class(kind)
             self._objects.append(_Named(path, value, depth))
@@ -514,7 +554,13 @@ class Walk:
             yield path, Fact((kind, Same(value)))
             return
         is_module = isinstance(value, nn.Module)
-        if not is_module and not _is_closed(kind) and holds_model(value):
+        is_holder = not is_module and not _is_closed(kind) and holds_model(value)
+        if is_holder and is_users_object(value):
+            self.add_class(kind)  # its counters may count, unless the code names them
+            self._objects.append(_Named(path, value, depth))
+            yield path, Fact((kind, _Text(kind.__name__)))
+            return
+        if is_holder:
             self.beyond.append(f"{path} (it holds a model: by identity)")
         elif is_module or isinstance(value, _OPEN) or not _is_closed(kind):
             if attribute_of(value, "__dict__") is not None or _slot_names(kind):
@@ -677,8 +723,13 @@ class Walk:
 
     def _add_methods(self) -> None:
         for kind in filter(_is_users_class, list(self._classes)):
-            is_made = kind in self._made
-            for key, function in methods_of(kind, self._names, is_made=is_made):
+            is_made, is_holder = kind in self._made, False
+            if is_dataclass(kind):
+                objects = (each for each in self._objects if type(each.value) is kind)
+                is_holder = any(each.may_count for each in objects)
+            for key, function in methods_of(
+                kind, self._names, is_made=is_made, is_holder=is_holder
+            ):
                 self.add_function(f"{kind.__qualname__}.{key}", function)
 
     def _named_attributes(self, named: _Named) -> Iterator[NamedFact]:
@@ -689,6 +740,45 @@ class Walk:
             path = f"{named.path}.{key}"
             depth = named.depth + 1
             yield from self._begin(path, table[key], depth, is_named=True)
+
+    # ------------------------------------------------------------------------
+    # Functions of installed packages, by identity: they may be replaced (F.gelu = mine).
+
+    def _library_facts(self) -> Iterator[NamedFact]:
+        """Functions that the code names in packages, and methods that torch calls there."""
+        for kind, key in self._methods:
+            path, method = f"class {kind.__qualname__}", vars(kind)[key]
+            yield f"{path}.{key}", Fact((type(method), Same(method)))
+            held = snapshots.Attributes(path, kind, names=[key])
+            self._taken.setdefault((id(kind), snapshots.Attributes), held)
+        found: dict[int, tuple[str, dict[str, Any], set[str]]] = {}
+        own = frozenset(self._names)
+        waiting = [(path, module, own) for path, module in self._packages.values()]
+        for function in called_in_packages(self._library.values()):
+            table, names = function.__globals__, names_in(function.__code__)
+            path = str(function.__module__)
+            found.setdefault(id(table), (path, table, set()))[2].update(names.globals)
+            for key in names.globals & table.keys():
+                if isinstance(module := table[key], ModuleType):
+                    waiting.append((module.__name__, module, names.attributes))
+        seen: set[tuple[int, frozenset[str]]] = set()
+        while waiting:
+            path, module, named = waiting.pop()
+            if (id(module), named) in seen:
+                continue
+            seen.add((id(module), named))
+            table = vars(module)
+            found.setdefault(id(table), (path, table, set()))[2].update(named)
+            for name in named & table.keys():
+                if isinstance(inner := table[name], ModuleType):
+                    waiting.append((f"{path}.{name}", inner, named))
+        for path, table, known in found.values():
+            keys = sorted(key for key in known if isinstance(table.get(key), _CALLED))
+            if keys:
+                held = snapshots.Attributes(path, None, table=table, names=keys)
+                self._taken[id(table), snapshots.Attributes] = held
+                for key in keys:
+                    yield f"{path}.{key}", Fact((type(table[key]), Same(table[key])))
 
     def _takes_all(self, named: _Named) -> bool:
         return self._is_open and not named.may_count

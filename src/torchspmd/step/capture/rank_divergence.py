@@ -326,7 +326,8 @@ def checksum_parameters(inventory: Inventory, mode: ParallelMode) -> tuple[str, 
     """Checksums of the parameters that must be equal on all ranks of the data axis.
 
     Those of which these ranks hold different parts are left out. Buffers may differ: each
-    rank can have statistics of its own batches.
+    rank can have statistics of its own batches. With one result for the batches of all
+    ranks a tensor in a plain attribute may not: it could be a part of a batch.
     """
     axis = mode.mesh
     if axis is None or not mode.reduces or axis.size() == 1:
@@ -334,10 +335,11 @@ def checksum_parameters(inventory: Inventory, mode: ParallelMode) -> tuple[str, 
     if dist.get_backend() == "fake":
         return ()
     ranks = frozenset(int(rank) for rank in axis.mesh.flatten().tolist())
+    held = set[int]() if mode.has_own_batches else inventory.held
     slots = [
         slot
-        for slot in inventory.slots
-        if slot.role is Role.PARAMETER
+        for place, slot in enumerate(inventory.slots)
+        if (slot.role is Role.PARAMETER or place in held)
         and not _torch.is_fake(_torch.plain_tensor(slot.tensor))
         and all(len(ranks & each) <= 1 for _, each in _sharded_over(slot.tensor))
     ]

@@ -92,11 +92,22 @@ def needs_values(error: BaseException | None) -> bool:
     return False
 
 
+def no_input_error() -> RuntimeError:
+    """As torch's error for a tensor that is no input of the graph."""
+    return RuntimeError(_NO_INPUT)
+
+
+def uses_other_tensors(error: BaseException) -> bool:
+    """Whether an error says that a tensor is no input of the graph."""
+    return _NO_INPUT in str(error)
+
+
 _VALUE_FIX = (
     "A graph has no values before it runs: item(), float(), bool() and `if` on a tensor "
     "cannot be captured.\nReturn the tensor and read it after the step, or choose with "
-    "torch.where. What chooses by a buffer (a first call that initialises, "
-    "AveragedModel.update_parameters) belongs between two calls of the step."
+    "torch.where. A choice by a buffer that is one number (`if self.initialized:`, "
+    "`self.count.item() % 2`) is captured, as long as it follows from its value before the "
+    "step; what reads one as a number of Python, by float() or int(), is not."
 )
 _SIZE_FIX = (
     "A graph has no values before it runs, and every tensor in it has a known size.\n"
@@ -122,10 +133,11 @@ _RAISE_FIX = (
     "is raised. Or check outside of the step."
 )
 _CLOSED_FIX = (
-    "Only tensors of the step's arguments and of their modules and optimizers are inputs "
-    "of the graph. An argument is looked into where it is a container or a plain object "
-    "(a dataclass), unless that holds a model or the tensor requires gradients.\nPass the "
-    "tensors by themselves, or register them as buffers of a module."
+    "Inputs of the graph are tensors of the step's arguments, of their modules and "
+    "optimizers, and those without gradients that its code reaches by name. An argument is "
+    "looked into where it is a container or a plain object (a dataclass), unless the "
+    "tensor requires gradients.\nPass the tensors by themselves, or register them as "
+    "buffers of a module."
 )
 _ANOMALY_FIX = (
     "A graph has no values before it runs.\nLeave torch.autograd.set_detect_anomaly() off "
@@ -152,9 +164,9 @@ _BY_TEXT = (
     (
         _NO_INPUT,
         "the step uses a tensor that is in no argument",
-        "Only tensors of the step's arguments and of their modules and optimizers are "
-        "inputs of the graph.\nPass it as an argument, or register it as a buffer of a "
-        "module.",
+        "Inputs of the graph are tensors of the step's arguments, of their modules and "
+        "optimizers, and those without gradients that its code reaches by name.\nPass it "
+        "as an argument, or register it as a buffer of a module.",
     ),
     (
         "mixed torch.Tensor and DTensor",
@@ -191,6 +203,13 @@ _BY_TEXT = (
         "of transformers experts_implementation='batched_mm' (an argument of "
         "from_pretrained and from_config; set_experts_implementation() of the model), or "
         "compute in bfloat16.",
+    ),
+    (
+        "for `end`, but got dtype",
+        "an optimizer's state is of another dtype than its parameter ({error})",
+        "Eagerly its step would fail in the same way: the model was converted "
+        "(model.double(), model.to()) after the optimizer's first step.\nConvert it before "
+        "that, or make the optimizer anew.",
     ),
     ("SparseTensorImpl", "an operator makes a sparse gradient", _SPARSE_FIX),
     ("by strided tensors", "an operator makes a sparse gradient", _SPARSE_FIX),

@@ -52,10 +52,21 @@ def _has_address(tensor: torch.Tensor) -> bool:
     return is_there and not _torch.is_fake(tensor)
 
 
+def _passing(inventory: Inventory) -> set[int]:
+    """Tensors that may be views of others, as long as nobody writes to either.
+
+    Arguments, and tensors in plain attributes and variables.
+    """
+    slots = enumerate(inventory.slots)
+    given = {place for place, slot in slots if slot.role is Role.INPUT}
+    in_attributes = (place.slot for place in inventory.places if place.is_attribute)
+    return given.union(in_attributes, inventory.held)
+
+
 def check_memory(inventory: Inventory) -> None:
     """Refuse parameters, buffers and states that share memory, whatever the step does."""
     slots = inventory.slots
-    kept = [place for place, slot in enumerate(slots) if slot.role is not Role.INPUT]
+    kept = sorted({*range(len(slots))} - _passing(inventory))
     for first, second in pairwise(_spans(inventory.flat_inputs(), kept)):
         if second.start < first.end:
             raise CaptureError(
@@ -82,7 +93,7 @@ class SharedMemory:
         tensors = inventory.flat_inputs()
         used = sorted(self._written.union(read))
         used = [place for place in used if _has_address(tensors[place])]
-        inputs = {place for place in used if inventory.slots[place].role is Role.INPUT}
+        inputs = _passing(inventory).intersection(used)
         self._inputs = sorted(inputs)
         self._staying = [place for place in used if place not in inputs]
         self._pointers: list[int] = []  # of what stays from call to call, when checked

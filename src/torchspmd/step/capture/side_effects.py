@@ -5,7 +5,7 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FunctionType, ModuleType
@@ -34,6 +34,7 @@ from torchspmd.step.capture.snapshots import (
     describe_change,
     is_plain,
 )
+from torchspmd.step.capture.stored import Address, holders_in
 from torchspmd.step.capture.trace_modes import replaced
 from torchspmd.step.capture.user_code import attribute_of, calling_line
 
@@ -110,10 +111,8 @@ def check_leaks(inventory: Inventory, stored: Sequence[str]) -> None:
         raise CaptureError(
             f"compile: the step stores a tensor in {paths}, where a captured step cannot "
             "put its value. Return the tensor from the step (from a forward, beside its "
-            "output), or register a buffer and write into it with copy_(). Of a layer with "
-            "torch.nn.utils.weight_norm or spectral_norm, which store their weight: use "
-            "those of torch.nn.utils.parametrizations; of one with torch.nn.utils.prune, "
-            "register a parametrization that multiplies by the mask."
+            "output), or store it in an attribute of a module, of an argument, or of the "
+            "object that the step is a method of."
         )
 
 
@@ -233,13 +232,33 @@ def _traced_in(difference: Difference) -> Iterator[str]:
     return find_traced(difference.now, difference.path, depth=_DEPTH)
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a step has stored in an attribute: where, its name, and the traced value.
+
+    ``in_place``: it has filled the dict that was there.
+    """
+
+    address: Address
+    key: str
+    path: str
+    value: Any
+    in_place: bool = False
+
+
 class PythonState:
-    """All that a step could change in Python, as it was before it was traced."""
+    """All that a step could change in Python, as it was before it was traced.
+
+    Attributes:
+        kept: What it has stored in attributes, where each call can put it.
+        stored: The names of other places where it has stored a tensor.
+        created: What it has put into parameter groups: the group, the key and the value.
+    """
 
     def __init__(
         self, inventory: Inventory, shown: list[torch.Tensor], arguments: Any
     ) -> None:
-        self._arguments = arguments
+        self._inventory, self._arguments = inventory, arguments
         self._flat = [_torch.flatten_tree(each) for _, each in _named(arguments)]
         self._ambient = dict(ambient_facts())
         self._parameters = [
@@ -255,10 +274,9 @@ class PythonState:
             )
             for name, own, traced, _ in self._parameters
         ]
+        self.kept: list[Stored] = []
         self.stored: list[str] = []
-        self.created: list[
-            tuple[Any, str, Any]
-        ] = []  # of groups: the key and its value
+        self.created: list[tuple[Any, str, Any]] = []
 
     def changes(self) -> Iterator[Change]:
         """What is other than before; it is put back where it may not stay."""
@@ -284,13 +302,49 @@ class PythonState:
 
     def _changed(self, difference: Difference, watched: Watched) -> Iterator[Change]:
         key, before = difference.key, difference.before
-        if not watched.is_output(difference):
+        if (kept := self._kept(difference, watched)) is not None:
+            self.kept.append(kept)
+            watched.snapshot.put(key, before)
+        elif not watched.is_output(difference):
             yield from self._describe(difference, watched)
             if not watched.may_stay(difference):
                 watched.snapshot.put(key, before)
         elif before is MISSING:  # a counter is put back with what stands in for it
             self.created.append((watched.group, key, difference.now))
             watched.snapshot.put(key, before)
+
+    def _kept(self, difference: Difference, watched: Watched) -> Stored | None:
+        """What was stored, if each call can put such a value into that attribute."""
+        key, holder = difference.key, watched.snapshot.holder
+        if watched.fix is Fix.GROUP or not _is_tree(difference.now):
+            return None
+        if key is None:  # items of a dict; a list would grow with each step
+            found = self._containers.get(id(holder))
+            value = _torch.map_tree(lambda leaf: leaf, difference.now)
+            return found and Stored(*found, difference.path, value, in_place=True)
+        address = self._addresses.get(id(holder))
+        if address is None or key not in attribute_of(holder, "__dict__", ()):
+            return None
+        return Stored(address, key, difference.path, difference.now)
+
+    @functools.cached_property
+    def _holders(self) -> list[tuple[Address, Any]]:
+        found = self._inventory
+        holders = holders_in(found.modules, found.leaves, found.names, found.function)
+        return [(address, holder) for _, address, holder in holders]
+
+    @functools.cached_property
+    def _addresses(self) -> dict[int, Address]:
+        return {id(holder): address for address, holder in self._holders}
+
+    @functools.cached_property
+    def _containers(self) -> dict[int, tuple[Address, str]]:
+        return {
+            id(value): (address, key)
+            for address, holder in self._holders
+            for key, value in vars(holder).items()
+            if type(value) is dict and key not in _TABLES
+        }
 
     def _describe(self, difference: Difference, watched: Watched) -> Iterator[Change]:
         fix, traced = watched.fix, list(_traced_in(difference))
@@ -309,6 +363,14 @@ class PythonState:
             )
         else:
             yield Change(describe_change(difference), fix)
+
+
+def _is_tree(value: Any) -> bool:
+    """Whether a value is a traced tensor, or a tree of such and of plain values."""
+    leaves = _torch.flatten_tree(value)[0]
+    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+    others = (each for each in leaves if not isinstance(each, torch.Tensor))
+    return bool(tensors) and all(map(is_traced, tensors)) and all(map(is_plain, others))
 
 
 def _is_public(own: torch.Tensor, key: str) -> bool:
@@ -337,12 +399,22 @@ def watch_python(inventory: Inventory) -> list[Watched]:
     return list(_watched_in(inventory))
 
 
-def undo_python(watched: list[Watched]) -> list[str]:
-    """Put back what was changed since; what may not stay, as text."""
+def undo_python(
+    watched: list[Watched], stored: Collection[tuple[int, str | None]] = ()
+) -> list[str]:
+    """Put back what was changed since; what may not stay, as text.
+
+    Args:
+        watched: All that could change.
+        stored: What each call stores anew: the identity of a holder, and the attribute;
+            of a dict that it fills, None.
+    """
     texts = []
     for each in watched:
+        holder = id(each.snapshot.holder)
         for difference in list(each.snapshot.differences()):
-            if not (each.may_stay(difference) or each.is_output(difference)):
+            is_known = (holder, difference.key) in stored or each.is_output(difference)
+            if not (is_known or each.may_stay(difference)):
                 texts.append(describe_change(difference))
             each.snapshot.put(difference.key, difference.before)
     return texts

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from torchspmd import _torch
 from torchspmd.step.capture.user_code import attribute_of
 
 MISSING: Any = object()  # in the place of what is not there
@@ -47,6 +48,11 @@ class Snapshot(ABC):
 
     __slots__ = ()
 
+    @property
+    @abstractmethod
+    def holder(self) -> Any:
+        """What holds it."""
+
     @abstractmethod
     def holds(self) -> bool:
         """Whether it holds the same objects."""
@@ -62,6 +68,10 @@ class Snapshot(ABC):
     @abstractmethod
     def put(self, key: Any, value: Any) -> None:
         """Make it hold a value, or ``MISSING``, at such a place."""
+
+    def forget_stored(self) -> None:
+        """Let go of what a step has stored there, and compare only its form."""
+        return
 
 
 # ----------------------------------------------------------------------------
@@ -124,22 +134,98 @@ def describe_change(difference: Difference) -> str:
 
 
 # ----------------------------------------------------------------------------
+# Tensors that a step has stored in an attribute: others in each call, of one form.
+
+_STORED = "_torchspmd_stored"
+
+
+def mark_stored(tensor: torch.Tensor, role: str) -> None:
+    """Note that a step has put a tensor into an attribute, and what it is to the next."""
+    vars(tensor)[_STORED] = role
+
+
+def stored_role(value: Any) -> str:
+    """What a tensor that a step has stored is to the next call; empty for others."""
+    return str(getattr(value, _STORED, "")) if isinstance(value, torch.Tensor) else ""
+
+
+def stored_form(value: Any) -> str | None:
+    """What is guarded about what a step has stored; None for anything else.
+
+    The form of one tensor is guarded with the inputs, among which it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return "a tensor" if stored_role(value) else None
+    if not isinstance(value, _TREES) or not value:
+        return None
+    leaves, structure = _torch.flatten_tree(value)
+    if not any(map(stored_role, leaves)):
+        return None
+    forms = [
+        f"{leaf.dtype}{list(leaf.shape)}" if stored_role(leaf) else repr(leaf)
+        for leaf in leaves
+    ]
+    return f"{structure} of {', '.join(forms)}"
+
+
+_TREES = (tuple, list, dict)
+
+
+class _Stored:
+    """In the place of what a step has stored: what is guarded about it."""
+
+    __slots__ = ("form",)
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+
+def without_stored(values: Sequence[Any]) -> list[Any]:
+    """The same objects, but of what a step has stored only the form."""
+    forms = map(stored_form, values)
+    return [
+        value if form is None else _Stored(form)
+        for value, form in zip(values, forms, strict=True)
+    ]
+
+
+def _is_as_before(now: Any, before: Any) -> bool:
+    if isinstance(before, _Stored):
+        return stored_form(now) == before.form
+    return now is before
+
+
+# ----------------------------------------------------------------------------
 # Containers, as a whole.
 
 
 class Items(Snapshot):
     """The items of a list, a deque, a set or a dict."""
 
-    __slots__ = ("_container", "_keys", "_path", "_values")
+    __slots__ = ("_container", "_form", "_keys", "_path", "_values")
 
     def __init__(self, path: str, container: Any) -> None:
         self._path, self._container = path, container
         is_table = isinstance(container, Mapping)
         self._keys = list(container) if is_table else None
         self._values = list(container.values() if is_table else container)
+        self._form: str | None = None  # of items that a step has stored
+
+    @property
+    def holder(self) -> Any:
+        """The container."""
+        return self._container
+
+    def forget_stored(self) -> None:
+        """Let go of items that a step has stored, and compare only their form."""
+        self._form = stored_form(self._container)
+        if self._form is not None:
+            self._keys, self._values = None, []
 
     def holds(self) -> bool:
         """Whether it holds the same objects; of very many, as many as before."""
+        if self._form is not None:
+            return stored_form(self._container) == self._form
         if len(self._values) > MOST_ITEMS:
             return len(self._container) == len(self._values)
         if self._keys is not None:
@@ -189,7 +275,7 @@ class Attributes(Snapshot):
 
     __slots__ = (
         *("_holder", "_keys", "_kind", "_matters", "_path", "_table", "_values"),
-        "_has_names",
+        *("_has_names", "_has_stored"),
     )
 
     def __init__(
@@ -206,6 +292,7 @@ class Attributes(Snapshot):
         found = self._read()
         self._keys = list(found if names is None else names)
         self._values = self._get(found)
+        self._has_stored = False
 
     def _read(self) -> Mapping[str, Any]:
         return vars(self._holder) if self._table is None else self._table
@@ -218,9 +305,18 @@ class Attributes(Snapshot):
         if type(self._holder) is not self._kind:
             return False
         table = self._read()
+        if self._has_stored:
+            is_same = self._has_names or is_same_items(table, self._keys)
+            return is_same and all(map(_is_as_before, self._get(table), self._values))
         if self._has_names:
             return all(map(is_, self._get(table), self._values))
         return is_same_table(table, self._keys, self._values)
+
+    def forget_stored(self) -> None:
+        """Let go of what a step has stored there, and compare only its form."""
+        values = without_stored(self._values)
+        self._has_stored = not all(map(is_, values, self._values))
+        self._values = values
 
     def differences(self) -> Iterator[Difference]:
         """Each attribute that is another one, new, or gone."""
@@ -232,6 +328,11 @@ class Attributes(Snapshot):
 
     def _path_of(self, key: str) -> str:
         return f"{self._path}.{key}"
+
+    @property
+    def holder(self) -> Any:
+        """What has the attributes."""
+        return self._holder
 
     def places(self) -> Iterator[tuple[Any, Any]]:
         """Each attribute that was there."""
@@ -353,6 +454,11 @@ class Array(Snapshot):
         self._path, self._array, self._is_guarded = path, array, is_guarded
         self._before = array.copy()
 
+    @property
+    def holder(self) -> Any:
+        """The array."""
+        return self._array
+
     def holds(self) -> bool:
         """Whether it has the same values."""
         return not self._is_guarded or self._has_same_values()
@@ -379,6 +485,11 @@ class Buffer(Snapshot):
         self._path, self._buffer = path, buffer
         self._before = bytes(memoryview(buffer))
 
+    @property
+    def holder(self) -> Any:
+        """The memory."""
+        return self._buffer
+
     def holds(self) -> bool:
         """Whether it has the same bytes."""
         return bytes(memoryview(self._buffer)) == self._before
@@ -401,6 +512,11 @@ class RandomState(Snapshot):
     def __init__(self, path: str, generator: Any) -> None:
         self._path, self._generator = path, generator
         self._before = state_of_generator(generator)
+
+    @property
+    def holder(self) -> Any:
+        """The generator."""
+        return self._generator
 
     def holds(self) -> bool:
         """Yes: a step that draws from it is refused, to others its state says nothing."""

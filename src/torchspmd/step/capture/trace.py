@@ -18,7 +18,14 @@ from torchspmd.step.capture.functionalize import clean, make_functional
 from torchspmd.step.capture.guards import check_reached
 from torchspmd.step.capture.host_values import HostValues, Reads
 from torchspmd.step.capture.initial_states import check_initial, describe_first_step
-from torchspmd.step.capture.inventory import Inventory, Number, Role, Slot
+from torchspmd.step.capture.inventory import (
+    Inventory,
+    Number,
+    Role,
+    Slot,
+    TakeMoreError,
+    Taken,
+)
 from torchspmd.step.capture.micro_batches import join_reductions
 from torchspmd.step.capture.optimizers import watched_optimizers
 from torchspmd.step.capture.outputs import (
@@ -45,6 +52,7 @@ from torchspmd.step.capture.refusals import (
     is_ours,
     needs_values,
     refuse,
+    uses_other_tensors,
 )
 from torchspmd.step.capture.rng import RandomReplay, check_recomputation
 from torchspmd.step.capture.shared_memory import SharedMemory, check_memory
@@ -324,7 +332,10 @@ def _trace(
         with _tracing(name, inventory, mode, log, refused):
             substitution = Substitution(inventory, flat, mode)
             states = {s.slot: substitution.steps_on(s.slot) for s in inventory.states}
-            values = HostValues(inventory, states, inputs.world)
+            shown = dict(enumerate(substitution.shown))
+            values = HostValues(
+                inventory, states | _buffers(inventory, shown), inputs.world
+            )
             with (
                 substitution.installed(log),
                 watched_optimizers(substitution, log, inputs.world, values),
@@ -334,7 +345,9 @@ def _trace(
                 state = PythonState(inventory, substitution.shown, (args, kwargs))
                 start = _progress_of(substitution)
                 try:
-                    returned = function(*args, **kwargs)
+                    follows = Taken.VALUES in inventory.taken
+                    with values if follows else contextlib.nullcontext():
+                        returned = function(*args, **kwargs)
                     if refused:
                         raise refused[0]  # the step has caught it
                 except BaseException as error:
@@ -346,7 +359,9 @@ def _trace(
                 changes.extend(state.changes())
                 stored.extend(state.stored)
                 with torch.no_grad(), log.owned(Phase.FORWARD):
-                    flat_out, outputs = collect(substitution, returned, state.created)
+                    flat_out, outputs = collect(
+                        substitution, returned, state.created, state.kept
+                    )
         found.append((outputs, values.reads()))
         updated.update(substitution.updated)
         return flat_out
@@ -368,6 +383,12 @@ def _trace(
                 f"{name} was not captured: it raises this itself, before it does anything."
             )
             raise
+        for taken, is_needed in (
+            (Taken.REACHED, uses_other_tensors),
+            (Taken.VALUES, needs_values),
+        ):
+            if is_needed(error) and taken not in inventory.taken:
+                raise TakeMoreError(taken) from error
         is_explained = isinstance(error, RefusalError) or needs_values(error)
         closed = closed_arguments(inventory)
         cause = None if is_explained else error
@@ -378,6 +399,19 @@ def _trace(
     warn_of_clocks(name, clocks)
     notes = tuple(change.text for change in changes if change.fix is None)
     return _Traced(graph, *found[-1], log, frozenset(updated), notes)
+
+
+def _buffers(
+    inventory: Inventory, shown: dict[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """The traced tensors of buffers that are one number, where choices are followed."""
+    if Taken.VALUES not in inventory.taken:
+        return {}
+    return {
+        place: shown[place]
+        for place, slot in enumerate(inventory.slots)
+        if slot.role is Role.BUFFER and slot.tensor.numel() == 1
+    }
 
 
 def _progress_of(substitution: Substitution) -> list[Any]:

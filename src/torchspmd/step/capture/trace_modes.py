@@ -7,17 +7,19 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType
 from typing import Any, final
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from torchspmd import _torch
 from torchspmd.errors import CaptureError, CaptureWarning
-from torchspmd.step.capture.refusals import noting_refusals
+from torchspmd.step.capture.refusals import no_input_error, noting_refusals
 from torchspmd.step.capture.user_code import (
     calling_line,
     is_users_file,
+    is_users_function,
     printing_line,
     runs_for_user,
 )
@@ -29,11 +31,29 @@ class FunctionMode(TorchFunctionMode, ABC):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if is_users_function(func):
+            func = _called_by_name(func, sys._getframe(1))
         return self.call(func, args, kwargs or {})
 
     @abstractmethod
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Called in the place of a function."""
+
+
+def _called_by_name(func: FunctionType, frame: FrameType) -> FunctionType:
+    """The function of torch that asks a mode, where the user's is in its place by name.
+
+    With ``F.silu = mine``, torch's own ``silu`` asks the mode to call ``silu``, by which it
+    means itself. Called again, ``mine`` would do twice what it does around torch's.
+    """
+    asks = frame.f_back
+    if frame.f_code is not handle_torch_function.__code__ or asks is None:
+        return func
+    code, table = asks.f_code, dict(asks.f_globals)
+    if table.get(code.co_name) is not func:
+        return func
+    own = table[code.co_name] = FunctionType(code, table)
+    return own
 
 
 class OperatorMode(_torch.TorchDispatchMode, ABC):
@@ -274,12 +294,25 @@ class StepOperators(OperatorMode):
         """Check and run an operator."""
         with noting_refusals(self._refused):
             _check_operator(func)
+        written = [*_torch.written_values(func, args, kwargs)]
+        if not all(map(_has_no_values, written)):
+            raise no_input_error()  # before it is written: it is the user's own
         self._note()
         result = func(*args, **kwargs)
-        for value in _torch.written_values(func, args, kwargs):
+        for value in written:
             if isinstance(value, (list, tuple)):
                 torch.autograd.graph.increment_version(list(_parts(value)))
         return result
+
+
+def _has_no_values(written: Any) -> bool:
+    """Whether what an operator writes is a tensor of the trace, or a list of such."""
+    parts = written if isinstance(written, (list, tuple)) else (written,)
+    plain = (_torch.plain_tensor(each) for each in parts if each is not None)
+    return not any(type(each) in _REAL and not each.is_meta for each in plain)
+
+
+_REAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def _check_operator(operator: Any) -> None:

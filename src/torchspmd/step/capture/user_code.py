@@ -173,6 +173,30 @@ def _kept_by(function: FunctionType) -> Iterator[Any]:
             yield held
 
 
+_MOST_CALLED = 512  # functions of packages, behind the forwards of a model
+
+
+def called_in_packages(functions: Iterable[FunctionType]) -> Iterator[FunctionType]:
+    """Functions of installed packages, and those that they name in their own file.
+
+    Of torch's own the functions themselves: what its code calls inside is its own.
+    """
+    waiting, seen = deque(functions), set[int]()
+    while waiting and len(seen) < _MOST_CALLED:
+        found = waiting.popleft()
+        if id(found) in seen or is_users_function(found):
+            continue
+        seen.add(id(found))
+        yield found
+        if _is_own(found.__code__):
+            continue
+        names = names_in(found.__code__)
+        for key in names.globals:
+            inner = found.__globals__.get(key)
+            if isinstance(inner, FunctionType) and not _is_own(inner.__code__):
+                waiting.append(inner)
+
+
 # ----------------------------------------------------------------------------
 # The functions of a class that a step may call.
 
@@ -184,7 +208,11 @@ _UNCALLED = frozenset(
 
 
 def methods_of(
-    kind: type, names: frozenset[str] | set[str], *, is_made: bool
+    kind: type,
+    names: frozenset[str] | set[str],
+    *,
+    is_made: bool,
+    is_holder: bool = False,
 ) -> Iterator[tuple[str, FunctionType]]:
     """The functions of a class that may be called: by name, or by an operator.
 
@@ -192,6 +220,8 @@ def methods_of(
         kind: The class.
         names: Names of attributes and methods that the step's code has.
         is_made: Whether the step may make objects of it.
+        is_holder: Whether its objects hold models: nobody compares these, and what a
+            dataclass has for that names every field.
     """
     for key, value in vars(kind).items():
         is_special = key.startswith("__") and key.endswith("__")
@@ -201,7 +231,9 @@ def methods_of(
             is_called = key in names or (is_special and key not in _UNCALLED)
         if is_called:
             for function in _functions_in(value):
-                yield key, function
+                is_made_up = is_special and function.__code__.co_filename == "<string>"
+                if not (is_made_up and is_holder) or key in _MAKING:
+                    yield key, function
 
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:

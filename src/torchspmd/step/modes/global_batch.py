@@ -10,6 +10,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, cast, final
 
 import torch
@@ -31,6 +32,8 @@ from torchspmd.step.modes.global_batch_ops import (
     redistributed,
     reduce_partial,
 )
+
+_UNREADABLE = "shards"  # no role: a step that reads it is refused
 
 
 @final
@@ -76,6 +79,13 @@ class GlobalBatch(ParallelMode):
         """Partial values reduced; of a value sharded by the batch, this rank's rows."""
         return _torch.plain_tensor(reduce_partial(value))
 
+    def role_of_stored(self, value: torch.Tensor) -> str:
+        """Rows come in again as rows, what is whole as a buffer; other shards do not."""
+        layout = _torch.layout_of(value)
+        if layout is None or not layout.placements[0].is_shard():
+            return Role.BUFFER
+        return Role.INPUT if layout.placements[0].is_shard(0) else _UNREADABLE
+
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Plain tensors made inside the step count as replicated."""
@@ -103,7 +113,8 @@ class _GlobalBatchFunctions(FunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function, or its form for the global batch."""
-        own = _OWN.get(func)
+        code: Any = getattr(func, "__code__", None)
+        own = _OWN.get(func) or _OWN_BY_CODE.get(code)
         if own is not None and args and isinstance(args[0], DTensor):
             return own(*args, **kwargs)
         return func(*args, **kwargs)
@@ -229,4 +240,10 @@ _OWN: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
     F.dropout: dropout,
+}
+# Of a function that the user has put another one around (F.dropout = mine).
+_OWN_BY_CODE = {
+    function.__code__: own
+    for function, own in _OWN.items()
+    if isinstance(function, FunctionType)
 }

@@ -49,7 +49,6 @@ from torchspmd.step.shadow.eager import (
     Way,
     draws,
     find_following,
-    find_late,
     run_eagerly,
 )
 
@@ -234,9 +233,9 @@ class Shadow:
         make_call = functools.partial(
             run_eagerly,
             self.function,
+            program,
             inventory,
             mode,
-            find_late(program),
             None if before is None else before.eager,
             communicates=communicates,
         )
@@ -346,7 +345,9 @@ class Shadow:
             text = " is in another state than after the eager step"
             outcome.differences.append(Difference("random generator", "", text))
         own, rounding = own_rows(call.mode), call.rounding
-        compare_returned(eager.returned, result, rounding, outcome, own)
+        if stored := call.program.stored_in(call.inventory):
+            result = result, stored
+        compare_returned(eager.results, result, rounding, outcome, own)
         values = [each for each in eager.values if not (is_pending and each.is_late)]
         compare_values(values, rounding, outcome)
         outcome.drop_following()

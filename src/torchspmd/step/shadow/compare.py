@@ -105,11 +105,11 @@ class Amplified:
                 for slot, value in eager.sums.items()
             }
             left = {(each.kind, each.name): each.value for each in perturbed.values}
-            returned = dict(_leaves(perturbed.returned))
+            returned = dict(_leaves(perturbed.results))
             left.update({(Kind.RESULT, path): each for path, each in returned.items()})
             before = [((each.kind, each.name), each.value) for each in eager.values]
             before += [
-                ((Kind.RESULT, path), each) for path, each in _leaves(eager.returned)
+                ((Kind.RESULT, path), each) for path, each in _leaves(eager.results)
             ]
             values = {key: _largest_change(each, left.get(key)) for key, each in before}
         return cls(gradients, values)

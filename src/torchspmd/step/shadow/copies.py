@@ -231,6 +231,8 @@ class Copies:
         inventory = self.inventory
         slots = {id(each.tensor): place for place, each in enumerate(self.wholes)}
         for place in inventory.places:
+            if place.is_attribute:
+                continue  # what is stored there now is a value of its own
             now = place.table.get(place.key)
             if now is not self.wholes[place.slot].tensor and now is not None:
                 self.replaced[place.slot] = now

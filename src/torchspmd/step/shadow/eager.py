@@ -80,6 +80,7 @@ class Eager:
     Attributes:
         values: What it left, in tensors and optimizers.
         returned: What it returned.
+        stored: What it stored in attributes, by name.
         error: What it raised instead.
         changes: What it changed in Python, as text; it was put back.
         random: The state of every generator of torch after it.
@@ -91,6 +92,7 @@ class Eager:
 
     values: list[Expected] = field(default_factory=list)
     returned: Any = None
+    stored: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
     changes: list[str] = field(default_factory=list)
     random: list[torch.Tensor] = field(default_factory=list)
@@ -98,6 +100,11 @@ class Eager:
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     ahead: dict[int, torch.Tensor] = field(default_factory=dict)
     numbers: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def results(self) -> Any:
+        """All that it gave out: what it returned, and what it stored, if anything."""
+        return (self.returned, self.stored) if self.stored else self.returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +210,9 @@ class Way(StrEnum):
 
 def run_eagerly(
     function: Callable[..., Any],
+    program: Program,
     inventory: Inventory,
     mode: ParallelMode,
-    late: Late,
     before: Eager | None,
     *,
     communicates: bool,
@@ -217,14 +224,15 @@ def run_eagerly(
 
     Args:
         function: The step.
+        program: What was made of it.
         inventory: What the call works on.
         mode: The mode.
-        late: What the compiled step leaves for the next one.
         before: The eager call before this one, whose update is still pending in the
             user's own tensors.
         communicates: Whether the compiled step communicates.
         way: By itself, or as one of two that show amplified rounding.
     """
+    late = find_late(program)
     ahead = {} if before is None else before.ahead
     numbers = {} if before is None else before.numbers
     copies = Copies(inventory, copy_slots(inventory, mode, ahead), numbers)
@@ -233,6 +241,12 @@ def run_eagerly(
     generators = Generators(inventory)
     found = Eager()
     watched = watch_python(inventory)
+    stored: set[tuple[int, str | None]] = {
+        (id(each.get(inventory)), None)
+        if each.in_place
+        else (id(each.holder_in(inventory)), each.key)
+        for each in program.outputs.stored
+    }
     talk = _Talk(mode.mesh if communicates else None)
     try:
         with (
@@ -243,6 +257,7 @@ def run_eagerly(
             args, kwargs = copies.arguments()
             try:
                 found.returned = function(*args, **kwargs)
+                found.stored = program.stored_in(inventory)
                 talk.end()
             except Exception as error:  # what the step itself raises
                 talk.fail()
@@ -254,7 +269,7 @@ def run_eagerly(
             }
     finally:
         found.random = generators.put_back()
-        found.changes = undo_python(watched)
+        found.changes = undo_python(watched, stored)
         torch.clear_autocast_cache()
     _read_values(found, copies, late, ahead)
     for place, value in counted.items():
