@@ -1,15 +1,16 @@
 """Which candidates of a search are best, and why the others are not."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchspmd.predict.space import Candidate
 from torchspmd.predict.text import size_text
 from torchspmd.predict.time_text import seconds_text
+from torchspmd.report.results import PREDICTION, SEARCH
 
-__all__ = ["Outcome", "SearchResult", "describe_search", "rank"]
+__all__ = ["Asked", "Outcome", "SearchResult", "describe_search", "rank"]
 
 _COLUMNS = 80
 
@@ -61,7 +62,35 @@ class Outcome:
         return self.prediction.get("fits") in ("yes", "at risk")
 
 
-@dataclass(frozen=True, slots=True)
+class Asked(NamedTuple):
+    """What was searched for.
+
+    Attributes:
+        command: That did so.
+        script: Whose arguments they are.
+        world_size: Ranks.
+        gpu: As it was named.
+        rank: That is told of.
+        gpus_per_node: Ranks of a node.
+        nodes: The node of each rank; () where ranks fill nodes in their order.
+        network: As it was named.
+        device_bytes: Of the GPU.
+        of: How to predict a candidate by itself.
+    """
+
+    command: str
+    script: str
+    world_size: int
+    gpu: str
+    rank: int
+    gpus_per_node: int
+    nodes: tuple[int, ...]
+    network: str
+    device_bytes: int
+    of: Callable[[Candidate], str]
+
+
+@dataclass(slots=True)
 class SearchResult:
     """All outcomes, the best first.
 
@@ -72,6 +101,7 @@ class SearchResult:
         pareto: Of those that fit: none other is both faster and smaller.
         unit: Of the work.
         notes: What was assumed.
+        asked: What was searched for.
     """
 
     fitting: list[Outcome]
@@ -80,6 +110,10 @@ class SearchResult:
     pareto: list[Outcome]
     unit: str
     notes: list[str] = field(default_factory=list)
+    asked: Asked | None = None
+
+    def __str__(self) -> str:
+        return describe_search(self)
 
     @property
     def best(self) -> Outcome | None:
@@ -87,29 +121,63 @@ class SearchResult:
         return self.fitting[0] if self.fitting else None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: every candidate with what was predicted of it."""
-        return {
-            "format": "torchspmd/search",
+        """The search file: every candidate with what was predicted of it."""
+        asked = self.asked
+        about: dict[str, Any] = {}
+        if asked is not None:
+            about = {
+                "script": asked.script,
+                "world_size": asked.world_size,
+                "gpu": asked.gpu,
+            }
+        document = {
+            "format": SEARCH,
             "version": 1,
             "unit": self.unit,
             "best": dict(self.best.candidate.values) if self.best else None,
             "notes": list(self.notes),
             "candidates": [
-                {
-                    "values": dict(each.candidate.values),
-                    "arguments": list(each.candidate.words),
-                    "work_per_second": each.rate / _size(self.unit),
-                    "pareto": each in self.pareto,
-                    "problem": each.problem,
-                    **{
-                        key: each.prediction.get(key)
-                        for key in ("fits", "step_seconds", "mfu", *_PARTS)
-                    },
-                    "device_peak_bytes": None if each.problem else each.nbytes,
-                }
+                self._candidate(each, about)
                 for each in (*self.fitting, *self.too_large, *self.failed)
             ],
+            **about,
         }
+        if asked is not None:
+            document |= {"command": asked.command, "device_bytes": asked.device_bytes}
+        return document
+
+    def _candidate(self, each: Outcome, about: Mapping[str, Any]) -> dict[str, Any]:
+        told = {
+            "values": dict(each.candidate.values),
+            "arguments": list(each.candidate.words),
+            "work_per_second": each.rate / _size(self.unit),
+            "pareto": each in self.pareto,
+            "problem": each.problem,
+            **{
+                key: each.prediction.get(key)
+                for key in ("fits", "step_seconds", "mfu", *_PARTS)
+            },
+            "device_peak_bytes": None if each.problem else each.nbytes,
+        }
+        asked = self.asked
+        if asked is None:
+            return told
+        told["command"] = asked.of(each.candidate)
+        if not each.problem:
+            told["prediction"] = {
+                "format": PREDICTION,
+                "version": 1,
+                **about,
+                "command": told["command"],
+                "rank": asked.rank,
+                "gpus_per_node": asked.gpus_per_node,
+                "nodes": list(asked.nodes),
+                "network": asked.network,
+                "modules": [],
+                "timeline": None,
+                **each.prediction,
+            }
+        return told
 
 
 def rank(outcomes: Sequence[Outcome], unit: str) -> SearchResult:

@@ -21,6 +21,7 @@ from torchspmd.rehearse.place import is_called_by_user
 from torchspmd.rehearse.recorder import Recorder
 
 __all__ = [
+    "EndOfWindow",
     "Mail",
     "NoMail",
     "World",
@@ -66,6 +67,13 @@ class World:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
         }
+
+
+class EndOfWindow(BaseException):
+    """Ends the script: all that was asked for is recorded, or sent.
+
+    Not an ``Exception``, so that the script's own error handling lets it pass.
+    """
 
 
 class Mail(Protocol):

@@ -532,6 +532,6 @@ def test_how_long_it_is_waited_for_is_a_count(
     """Of steps and operators: a slow machine makes as many steps as a quick one."""
     path = tmp_path / "critic.py"
     path.write_text(CRITIC + "    print('a whole iteration')\n")
-    monkeypatch.setattr("torchspmd._cli.script._MOST_OPERATORS", most_operators)
+    monkeypatch.setattr("torchspmd.rehearse.window._MOST_OPERATORS", most_operators)
     assert predict(path, "--brief", arguments=("idle",)) == 0
     assert capsys.readouterr().out.count("a whole iteration") == iterations
