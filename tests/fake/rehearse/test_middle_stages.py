@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.pipelining.schedules import ScheduleGPipe
+from torch.distributed.pipelining.schedules import ScheduleGPipe, get_schedule_class
 
 from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import load_gpu, load_network
@@ -14,6 +14,7 @@ from torchspmd.predict.prediction import predict_time, simulate_programs
 from torchspmd.predict.program import price_step
 from torchspmd.predict.stages import StagesDifferError, doubled, fill_in, to_rehearse
 from torchspmd.predict.time_suggestions import suggest_faster
+from torchspmd.predict.timeline import simulate
 from torchspmd.rehearse.recording import Comm
 
 STAGES = 8
@@ -171,6 +172,71 @@ def test_uneven_stages_are_told_what_evens_them(rehearse_stages):
     after = predict_time(list(even.values()), GPU, NETWORK)
     less = now.step_seconds - after.step_seconds
     assert gain.seconds == pytest.approx(less, rel=0.05)
+
+
+def run_schedule(rank, name, parts, micro_batches):
+    """Each stage has as many equal layers, and only their products are of interest."""
+    dist.init_process_group("nccl")
+    last = 4 * parts - 1
+    mine = [rank, last - rank] if name in IN_A_V else range(rank, last + 1, 4)
+    example = torch.empty(16, 64, device="meta", requires_grad=True)
+    shapes = {"input_args": (example,), "output_args": (example,)}
+    stages = []
+    for stage in mine:
+        layers = [nn.Linear(64, 64, bias=False, device="cuda") for _ in range(2)]
+        model, device = nn.Sequential(*layers), torch.device("cuda")
+        stages.append(PipelineStage(model, stage, last + 1, device, **shapes))
+    schedule = get_schedule_class(name)(
+        stages if parts > 1 else stages[0],
+        micro_batches,
+        loss_fn=lambda out, _: out.sum(),
+    )
+    weights = [p for stage in stages for p in stage.submod.parameters()]
+    optimizer = torch.optim.SGD(weights, 0.1)
+    for _ in range(2):
+        batch = torch.ones(micro_batches * 16, 64, device="cuda", requires_grad=True)
+        schedule.step(*([batch] if 0 in mine else []), target=batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+IN_A_V = ("ZBVZeroBubble", "DualPipeV")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "micro_batches", "bubble"),
+    # In passes forward of one part of the model; backward is two of these, for the inputs
+    # and for the weights. The formulas are those of the schedules' papers, for four ranks.
+    [
+        ("GPipe", 1, 8, 3 * 3),
+        ("1F1B", 1, 8, 3 * 3),
+        ("1F1B", 1, 16, 3 * 3),
+        ("Interleaved1F1B", 2, 8, 3 * 3),
+        ("Interleaved1F1B", 4, 8, 3 * 3),
+        ("LoopedBFS", 2, 8, 3 * 3),
+        ("InterleavedZeroBubble", 2, 8, 3 * (1 + 1 - 1)),
+        ("ZBVZeroBubble", 2, 8, 3 * (1 + 1 - 2 * 1)),
+        ("DualPipeV", 2, 8, 3 * (3 + 2 - 3 * 1)),
+    ],
+)
+def test_the_bubble_of_each_schedule_is_that_of_its_formula(
+    rehearse, name, parts, micro_batches, bubble
+):
+    programs = []
+    for rank in range(4):
+        with rehearse(4, rank) as recording:
+            run_schedule(rank, name, parts, micro_batches)
+        program = price_step(recording, Pricer(Figures(GPU, NETWORK)))
+        flops = {place: cost.flops for place, cost in program.costs.items()}
+        programs.append(
+            [  # each product takes half a pass; nothing else takes time
+                item._replace(host=0.0, work=0.5 * (flops.get(item.place, 0) > 0))
+                for item in program.items
+            ]
+        )
+    run = simulate(programs, rounds=3, of=0, ranks=range(4))
+    ends = run.ends[0]
+    assert ends[-1] - ends[-2] == 3 * parts * micro_batches + bubble
 
 
 def test_stages_of_different_sizes_are_not_told_from_each_other(rehearse_stages):
