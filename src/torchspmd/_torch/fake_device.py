@@ -14,6 +14,7 @@ import inspect
 import itertools
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -151,6 +152,11 @@ class FakeDeviceMode(FakeTensorMode):
         self._cache = OperatorCache(self)
         self._accumulation = Accumulation()
         self._inside = False
+        # Threads take turns: operators have one recording.
+        self._turn = threading.RLock()
+        self._thread = threading.get_ident()
+        self.on_other_thread: Callable[[], None] = lambda: None
+        self.is_over = False  # whether threads that are left have to end
         # Its memory of tensors is weak references, and a module whose parameters have
         # them could not be moved.
         converter: Any = self.fake_tensor_converter
@@ -176,8 +182,10 @@ class FakeDeviceMode(FakeTensorMode):
         if types and _has_subclass(types):
             self._on_subclass()
             return NotImplemented
+        if self.is_over:
+            raise SystemExit
         # Below, nobody names a device in Python's words: the other mode can rest.
-        with torch._C.DisableTorchFunction():
+        with self._turn, torch._C.DisableTorchFunction():
             return self._dispatch(func, types, args, kwargs or {})
 
     def _higher_order(
@@ -227,6 +235,8 @@ class FakeDeviceMode(FakeTensorMode):
             return args[0]
         args, kwargs = self._without_values(args), self._without_values(kwargs)
         self._inside = True
+        if threading.get_ident() != self._thread:
+            self.on_other_thread()
         try:
             return self._on_operator(
                 func, args, kwargs, lambda: self._run(func, args, kwargs)
@@ -272,11 +282,19 @@ class FakeDeviceMode(FakeTensorMode):
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
         """Inside, nobody is told of operators."""
-        before, self._inside = self._inside, True
-        try:
-            yield
-        finally:
-            self._inside = before
+        with self._turn:
+            before, self._inside = self._inside, True
+            try:
+                yield
+            finally:
+                self._inside = before
+
+    def entered_here(self) -> contextlib.AbstractContextManager[object]:
+        """In force in one more thread; what it keeps of that is not one thread's."""
+        stack = contextlib.ExitStack()
+        with self._turn:
+            stack.enter_context(self)
+        return stack
 
     def _is_of_another(self, args: Sequence[Any]) -> bool:
         """Whether tensors belong to another mode: the values of a captured graph."""
@@ -689,6 +707,13 @@ def fake_device(
         enter(mode)
         enter(shown)
         mode.learn_accumulation()
+        yield
+
+
+@contextlib.contextmanager
+def in_another_thread(mode: FakeDeviceMode, shown: ShownAsCuda) -> Iterator[None]:
+    """What is in force between these modes, in a thread of the script."""
+    with mode.entered_here(), shown:
         yield
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -98,10 +99,16 @@ class _Device:
         self.stream_class = type("Stream", (_Stream,), {"owner": self})
         self.event_class = type("Event", (_Event,), {"owner": self})
         self.default = self.stream_class(number=0)
-        self.current = self.default
+        self._current = threading.local()
+
+    @property
+    def current(self) -> "_Stream":
+        """Of the thread that asks."""
+        stream: _Stream = getattr(self._current, "stream", self.default)
+        return stream
 
     def switch(self, stream: "_Stream") -> None:
-        self.current = stream
+        self._current.stream = stream
         self.recorder.stream = stream.number
 
     def append(self, event: EventRecord | EventWait | StreamWait) -> None:

@@ -1,6 +1,7 @@
 """Which part of a script's run is recorded: whole optimizer steps."""
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
@@ -79,6 +80,9 @@ class StepWindow:
         self._at_boundary = True
         self._rounds = Rounds()
         self._in_compiled_step = False
+        self._thread = (
+            threading.get_ident()
+        )  # that trains: others do not end the script
         # What compiled steps update by: seen while one is captured, not later.
         self._captured: list[Optimizer] = []
         self._updating: weakref.WeakKeyDictionary[CompiledStep, list[Optimizer]] = (
@@ -136,7 +140,8 @@ class StepWindow:
 
     def enter(self, module: nn.Module) -> None:
         """A module is called: the first one since a step begins the next."""
-        if self._at_boundary and not self._in_compiled_step:
+        is_beside = threading.get_ident() != self._thread
+        if self._at_boundary and not self._in_compiled_step and not is_beside:
             self._begin_step()
 
     def _begin_step(self) -> None:
@@ -176,6 +181,7 @@ class StepWindow:
         """A module's call ends: nothing to do."""
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._thread = threading.get_ident()
         if not self._in_compiled_step:
             self._end_step(self._rounds.after(optimizer))
         elif _torch.is_tracing_for_compile():

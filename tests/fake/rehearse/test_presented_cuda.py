@@ -4,7 +4,9 @@ import copy
 import io
 import os
 import shutil
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,8 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from torchspmd.errors import UsageError
+from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import load_gpu
 from torchspmd.predict.memory import count_memory
+from torchspmd.predict.operators import Pricer
+from torchspmd.predict.program import price_events
 from torchspmd.predict.traffic import recurrent_products
 from torchspmd.rehearse.recording import (
     Comm,
@@ -1244,3 +1249,58 @@ def test_nested_tensors_are_as_long_as_their_rows(rehearse):
         if isinstance(event, Op) and event.name == "aten.linear.default"
     ]
     assert products == [(8, 4)]
+
+
+def copies(recording):
+    return [e for e in recording.events if isinstance(e, Op) and "copy" in e.name]
+
+
+def test_a_thread_that_loads_batches_works_beside_the_one_that_trains(rehearse):
+    side = []
+
+    def load():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            side.append(torch.cuda.current_stream().stream_id)
+            return torch.ones(1024).pin_memory().cuda() + 1
+
+    with rehearse() as recording, ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load)
+        batch = loading.result()
+        assert batch.is_cuda
+        assert torch.cuda.current_stream().stream_id == 0
+        batch * 2
+    ops = [e for e in recording.events if isinstance(e, Op)]
+    assert [(op.stream, op.through) for op in ops] == [
+        (side[0], "thread"),
+        (side[0], "thread"),
+        (0, "eager"),
+    ]
+    # The host that trains does not wait for what another thread copies.
+    assert not any(isinstance(e, Synchronize) for e in recording.events)
+    assert [note[:21] for note in recording.notes] == ["Threads of the script"]
+    figures = Figures(load_gpu("h100"))
+    program = price_events(recording, Pricer(figures), range(len(recording.events)))
+    hosts = {i.event.through: i.host for i in program.items if isinstance(i.event, Op)}
+    assert hosts["thread"] == 0 < hosts["eager"]
+
+
+def test_threads_that_are_left_end_behind_the_rehearsal(rehearse):
+    went_on = threading.Event()
+
+    def load():
+        while True:
+            torch.ones(2).cuda()
+            went_on.set()
+
+    with rehearse():
+        thread = threading.Thread(target=load)
+        thread.start()
+        assert went_on.wait(10)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_errors_of_threads_are_the_scripts_own(rehearse):
+    with rehearse(), ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(lambda: 1 / 0).result()
