@@ -9,6 +9,7 @@ too, so that results have the dtypes and strides of CUDA kernels. Tensors of the
 
 import builtins
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -704,6 +705,9 @@ def fake_device(
         torch.__future__.set_swap_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
         enter(_backward_under(shown))
+        enter(torch.serialization.safe_globals([_empty_again]))
+        _in_force.append(mode)
+        stack.callback(_in_force.remove, mode)
         enter(mode)
         enter(shown)
         mode.learn_accumulation()
@@ -818,6 +822,7 @@ def _replacements(
     yield FakeTensor, "device", property(device)
     yield FakeTensor, "data_ptr", _address
     yield FakeTensor, "__deepcopy__", _deepcopy
+    yield from _replaced_pickling()
     # Refuses other streams than its own before a mode is asked.
     yield torch.Tensor, "record_stream", record_stream
     yield from _replaced_storage(on_resize)
@@ -974,6 +979,47 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
     if tensor.grad is not None:
         copied.grad = _deepcopy(tensor.grad, memo)
     return copied
+
+
+def _replaced_pickling() -> Iterator[tuple[Any, str, Any]]:
+    """A tensor is pickled as its size and type, and so comes back."""
+    plain: Any = FakeTensor.__reduce_ex__
+
+    def reduce(tensor: Any, protocol: Any) -> Any:
+        is_copied = sys._getframe(1).f_code is copy.copy.__code__  # has the same memory
+        if is_copied or not is_rehearsed(tensor):
+            return plain(tensor, protocol)
+        place = tensor.fake_device.type
+        is_parameter = getattr(tensor, "_is_param", False)
+        described = (tuple(tensor.shape), tensor.stride(), tensor.dtype, place)
+        return _empty_again, (*described, tensor.requires_grad, is_parameter)
+
+    yield FakeTensor, "__reduce_ex__", reduce
+
+
+def _empty_again(
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    requires_grad: bool,  # pickled by its place
+    is_parameter: bool,
+) -> Any:
+    if not _in_force:
+        raise UsageError(
+            "this file was written while a script was rehearsed: its tensors have no "
+            "values. Save it again in a real run."
+        )
+    tensor: Any = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    if not is_fake_tensor(tensor):
+        return tensor
+    tensor.requires_grad_(requires_grad)
+    if is_parameter:
+        tensor._is_param = True
+    return tensor
+
+
+_in_force: list[FakeDeviceMode] = []
 
 
 def _backward_under(

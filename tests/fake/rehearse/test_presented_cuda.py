@@ -4,7 +4,9 @@ import copy
 import io
 import os
 import shutil
+import sys
 import threading
+import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -1253,6 +1255,68 @@ def test_nested_tensors_are_as_long_as_their_rows(rehearse):
 
 def copies(recording):
     return [e for e in recording.events if isinstance(e, Op) and "copy" in e.name]
+
+
+def test_tensors_come_back_from_a_buffer_without_values(rehearse, tmp_path):
+    with rehearse():
+        model = nn.Linear(4, 3).cuda().bfloat16()
+        buffer = io.BytesIO()
+        torch.save({"model": model.state_dict(), "whole": model, "epoch": 3}, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        assert loaded["epoch"] == 3
+        weight, parameter = loaded["model"]["weight"], loaded["whole"].weight
+        assert (weight.shape, weight.dtype, weight.is_cuda) == (
+            (3, 4),
+            torch.bfloat16,
+            True,
+        )
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.requires_grad
+        assert not weight.requires_grad
+        again = io.BytesIO()
+        torch.save(model.state_dict(), again)
+        again.seek(0)
+        model.load_state_dict(torch.load(again))  # weights_only
+        with (tmp_path / "model.pt").open("wb") as file:
+            torch.save(model.state_dict(), file)
+    assert (tmp_path / "model.pt").read_bytes() == b""
+    buffer.seek(0)
+    with pytest.raises(
+        UsageError, match="written while a script was rehearsed: its ten"
+    ):
+        torch.load(buffer, weights_only=False)
+
+
+def test_a_shallow_copy_has_the_same_memory(rehearse):
+    with rehearse() as recording:
+        tensor = torch.ones(1024, device="cuda")
+        copied = copy.copy(tensor)
+        assert copied.shape == tensor.shape
+    assert len(recording.storages) == 1
+
+
+def test_a_trainer_that_saves_by_way_of_a_buffer_writes_no_file(
+    rehearse, tmp_path, monkeypatch
+):
+    saver = types.ModuleType("lightning.saver")
+
+    def _atomic_save(checkpoint, filepath):
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        filepath.write_bytes(buffer.getvalue())
+
+    saver._atomic_save = _atomic_save
+    monkeypatch.setitem(sys.modules, "lightning.saver", saver)
+    with rehearse() as recording:
+        weight = torch.ones(2, device="cuda", requires_grad=True)
+        optimizer = torch.optim.SGD([weight], 0.1)
+        weight.sum().backward()
+        optimizer.step()
+        saver._atomic_save({"weight": weight}, tmp_path / "last.ckpt")
+    assert not list(tmp_path.iterdir())
+    assert any("saves a checkpoint: skipped" in note for note in recording.notes)
+    assert saver._atomic_save is _atomic_save
 
 
 def test_a_thread_that_loads_batches_works_beside_the_one_that_trains(rehearse):
