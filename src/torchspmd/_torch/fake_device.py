@@ -34,7 +34,12 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchspmd._torch.accumulation import Accumulation
-from torchspmd._torch.known_values import is_worth_following, may_follow, set_known
+from torchspmd._torch.known_values import (
+    is_worth_following,
+    may_follow,
+    set_known,
+    share_known,
+)
 from torchspmd._torch.landmarks import is_torch_code
 from torchspmd._torch.operator_cache import OperatorCache
 from torchspmd._torch.sparse import is_sparse, sparse_parts, sparse_result
@@ -614,6 +619,7 @@ class ShownAsCuda(TorchFunctionMode):
         if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
             func(tensor, value)
             tensor.fake_device = value.fake_device
+            share_known(value, tensor)
         elif isinstance(tensor, FakeTensor) or isinstance(value, FakeTensor):
             torch.utils.swap_tensors(tensor, value)
         else:

@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 import torch.cuda
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data._utils import pin_memory
 
 from torchspmd import _torch
@@ -252,7 +251,6 @@ def _names(
     yield torch.profiler, {"profile": _profile_class(device)}
     yield torch, {"Generator": _generator_class(device.shown)}
     yield torch, {"set_default_tensor_type": _default_tensor_type()}
-    yield FullyShardedDataParallel, {"__init__": _fsdp1()}
     accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is not None:
         replaced = _accelerator(device, everything)
@@ -580,24 +578,6 @@ def _scatter(
         _torch.map_tensors(lambda each: each.to(place), (inputs,)),
         _torch.map_tensors(lambda each: each.to(place), (kwargs,)),
     )
-
-
-def _fsdp1() -> Callable[..., None]:
-    plain: Any = FullyShardedDataParallel.__init__
-
-    @functools.wraps(plain)
-    def init(wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
-        on_cpu = kwargs.get("device_id") == torch.device("cpu")
-        if not on_cpu and not kwargs.get("use_orig_params"):
-            raise UsageError(
-                "FullyShardedDataParallel cannot be rehearsed with use_orig_params=False, "
-                "its default. Pass use_orig_params=True; or use "
-                "torch.distributed.fsdp.fully_shard, which shards the same parameters; or "
-                "trace the script without --fake, on the CPU."
-            )
-        plain(wrapper, *args, **kwargs)
-
-    return init
 
 
 def _accelerator(device: _Device, cuda: dict[str, Any]) -> dict[str, Any]:

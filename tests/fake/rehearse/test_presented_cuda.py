@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 import warnings
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,9 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FullStateDictConfig,
     FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
     fully_shard,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.modules._functions import SyncBatchNorm
@@ -405,12 +411,49 @@ def test_several_gpus_of_one_process_are_refused(rehearse):
         nn.DataParallel(nn.Linear(4, 4).cuda())(torch.ones(2, 4))
 
 
-def test_flat_parameters_of_the_first_fsdp_are_refused_in_a_rehearsal(rehearse):
-    with (
-        rehearse(2),
-        pytest.raises(UsageError, match="Pass use_orig_params=True"),
-    ):
-        FullyShardedDataParallel(nn.Linear(2, 2).cuda())
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize(
+    ("words", "sent"),  # bytes of each parameter
+    [
+        ({}, {"all_gather": 4, "reduce_scatter": 4}),
+        (
+            {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})},  # gathered twice
+            {"all_gather": 8, "reduce_scatter": 4},
+        ),
+        (
+            {"mixed_precision": HALF, "device_id": 0},
+            {"all_gather": 2, "reduce_scatter": 4},
+        ),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, {"all_reduce": 4}),
+    ],
+)
+def test_parameters_of_the_first_fsdp(rehearse, use_orig_params, words, sent):
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(2)]
+    with rehearse(2) as recording:
+        dist.init_process_group("nccl")
+        model = FullyShardedDataParallel(
+            nn.Sequential(*layers).cuda(), use_orig_params=use_orig_params, **words
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(4, 64, device="cuda")).sum().backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        kind = StateDictType.FULL_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(model, kind, whole):
+            assert model.state_dict()["0.weight"].shape == (64, 64)
+    messages = Counter()
+    for event in recording.events:
+        if isinstance(event, Comm) and event.site.step == 1 and event.inputs[0].shape:
+            messages[event.kind] += event.payload_bytes  # and no norm
+    count = 2 * 64 * 64
+    assert messages == {kind: nbytes * count for kind, nbytes in sent.items()}
 
 
 @pytest.mark.parametrize("words", [{}, {"device_id": 0}])
