@@ -19,6 +19,7 @@ from torchspmd.errors import UsageError
 from torchspmd.rehearse.nodes import Nodes
 from torchspmd.rehearse.place import is_called_by_user
 from torchspmd.rehearse.recorder import Recorder
+from torchspmd.rehearse.store import OneRankStore
 
 __all__ = [
     "EndOfWindow",
@@ -135,6 +136,10 @@ def fake_groups(world: World) -> Iterator[None]:
 
 
 def _groups(world: World) -> Iterator[tuple[Any, str, Any]]:
+    store = OneRankStore(world.rank, world.size)
+    _torch.fake_store()  # registers the backend
+    for name in ("TCPStore", "FileStore", "HashStore"):
+        yield dist, name, lambda *args, **kwargs: store
     plain_start, plain_new = dist.init_process_group, dist.new_group
     asked = "nccl"  # the backend, as far as the script knows
     asked_of: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
@@ -146,7 +151,7 @@ def _groups(world: World) -> Iterator[tuple[Any, str, Any]]:
         if not dist.is_initialized():
             plain_start(
                 "fake",
-                store=_torch.fake_store(),
+                store=store,
                 rank=world.rank,
                 world_size=world.size,
             )

@@ -411,6 +411,25 @@ def test_several_gpus_of_one_process_are_refused(rehearse):
         nn.DataParallel(nn.Linear(4, 4).cuda())(torch.ones(2, 4))
 
 
+def test_ranks_meet_at_a_store(rehearse):
+    with rehearse(8, 3):
+        mine = dist.TCPStore("elsewhere", 29500, 8, is_master=False)
+        dist.init_process_group("nccl", store=mine, rank=3, world_size=8)
+        for store in (mine, dist.PrefixStore("run", mine)):
+            store.set("config", "a")
+            store.wait(["of_rank_0"])
+            assert store.get("config") == b"a"
+            assert store.add("arrived", 1) == 8  # so are all others
+            assert int(store.get("arrived")) == 8
+            assert store.compare_set("config", "a", "b") == b"b"
+            assert store.delete_key("config")
+            with pytest.raises(
+                UsageError, match="would set it, and only rank 3 is reh"
+            ):
+                store.get("config")
+    assert isinstance(dist.TCPStore, type)
+
+
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
