@@ -27,6 +27,7 @@ __all__ = ["Forks", "quiet", "serve"]
 # Does what is asked for, in a fork; gives why it could not be done, or "".
 Work: TypeAlias = Callable[[Any], str]
 _SOCKET = "forks"
+_LONGEST = 80  # bytes of a folder's name: beside the socket's own
 
 
 class Forks:
@@ -86,7 +87,8 @@ class Forks:
             if not (self.folder / _SOCKET).exists() and self._command:
                 self._start(self._command)
         asking = socket.socket(socket.AF_UNIX)
-        asking.connect(str(self.folder / _SOCKET))
+        with _short(self.folder) as folder:
+            asking.connect(str(folder / _SOCKET))
         return Connection(asking.detach())
 
     def _start(self, command: list[str]) -> None:
@@ -124,11 +126,26 @@ def serve(folder: Path, work: Work) -> NoReturn:
 def _listen(folder: Path) -> socket.socket:
     """Who finds the socket can connect to it."""
     listener = socket.socket(socket.AF_UNIX)
-    path = folder / f"{_SOCKET}-{os.getpid()}"
-    listener.bind(str(path))
-    listener.listen()
-    path.rename(folder / _SOCKET)
+    with _short(folder) as short_folder:
+        path = short_folder / f"{_SOCKET}-{os.getpid()}"
+        listener.bind(str(path))
+        listener.listen()
+        path.rename(short_folder / _SOCKET)
     return listener
+
+
+@contextlib.contextmanager
+def _short(folder: Path) -> Iterator[Path]:
+    """A name that is short enough for a socket, which are at most 104 bytes long."""
+    names = Path("/proc/self/fd")
+    if len(os.fsencode(folder)) < _LONGEST or not names.exists():
+        yield folder
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        yield names / str(number)
+    finally:
+        os.close(number)
 
 
 def _fork_for_each(listener: socket.socket, parent: int, work: Work) -> NoReturn:

@@ -127,6 +127,13 @@ def test_a_rank_that_could_not_be_rehearsed(tmp_path, monkeypatch, work, said):
     assert said in str(error.value)
 
 
+def test_a_folder_may_have_a_long_name(tmp_path):
+    folder = tmp_path / ("of_a_job_" * 12)
+    folder.mkdir()
+    with Forks.of_this_process(folder, lambda question: f"rank {question}") as forks:
+        assert forks.ask(3, 60) == "rank 3"
+
+
 def test_a_process_that_cannot_start(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no torch here')"]
     with Forks(tmp_path, command, dict(os.environ)) as forks:
