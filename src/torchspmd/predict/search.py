@@ -4,6 +4,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -262,6 +263,15 @@ def _check_arguments(
     build: Callable[..., object], labels: Mapping[str, object], repeat: str
 ) -> None:
     """Refuse what no call would take, before any process is started."""
+    main = getattr(sys.modules["__main__"], "__file__", "")
+    if (
+        getattr(build, "__module__", "") == "__main__"
+        and not Path(main or "").is_file()
+    ):
+        raise UsageError(
+            "search(): build is defined in a session that no other process can import: "
+            "write it into a file, and import it from there."
+        )
     if repeat and repeat not in labels:
         names = ", ".join(labels)
         raise UsageError(

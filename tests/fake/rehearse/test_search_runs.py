@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 from search_builds import train, train_layout, train_pipeline
@@ -91,6 +92,14 @@ def test_layouts_and_passes_have_names():
     ]
     assert counts[0] > counts[1] > 0
     assert result.as_json()["candidates"][0]["prediction"]["rank"] == 3
+
+
+def test_a_function_of_a_session_is_refused(monkeypatch):
+    monkeypatch.setattr(train, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "train", train, raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/none/<stdin>")
+    with pytest.raises(UsageError, match="write it into a file, and import it from"):
+        search(train, {"width": [1], "layers": [1]}, gpu="h100")
 
 
 @pytest.mark.parametrize(
