@@ -27,7 +27,9 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nested._internal import sdpa as jagged_attention
 from torch.nested._internal.nested_int import NestedIntNode
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._mode_utils import no_dispatch
@@ -829,6 +831,7 @@ def _replacements(
     yield FakeTensor, "data_ptr", _address
     yield FakeTensor, "__deepcopy__", _deepcopy
     yield from _replaced_pickling()
+    yield jagged_attention, "_select_sdp_backend", _jagged_attention
     # Refuses other streams than its own before a mode is asked.
     yield torch.Tensor, "record_stream", record_stream
     yield from _replaced_storage(on_resize)
@@ -985,6 +988,21 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
     if tensor.grad is not None:
         copied.grad = _deepcopy(tensor.grad, memo)
     return copied
+
+
+_plain_jagged_attention: Any = jagged_attention._select_sdp_backend
+
+
+def _jagged_attention(query: Any, *args: Any) -> Any:
+    """Which kernel computes attention of rows of different lengths."""
+    backend = _plain_jagged_attention(query, *args)
+    if backend is SDPBackend.ERROR and is_device_tensor(query):
+        raise UsageError(
+            "scaled_dot_product_attention of nested tensors (layout=torch.jagged) cannot "
+            "be rehearsed: its kernels are CUDA's alone. Use flex_attention with a mask of "
+            "the rows, or padded tensors."
+        )
+    return backend
 
 
 def _replaced_pickling() -> Iterator[tuple[Any, str, Any]]:

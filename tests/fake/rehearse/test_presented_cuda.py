@@ -1300,6 +1300,21 @@ def test_sparse_tensors_are_moved_and_multiplied(rehearse):
     assert not any(".mm." in name and name.startswith("aten") for name in names)
 
 
+def test_attention_of_rows_of_different_lengths_is_refused(rehearse):
+    with rehearse():
+        layer = nn.Linear(64, 192, dtype=torch.bfloat16, device="cuda")
+        rows = [torch.ones(n, 64, dtype=torch.bfloat16) for n in (2, 5)]
+        nested = torch.nested.nested_tensor(rows, layout=torch.jagged, device="cuda")
+        heads = [
+            part.unflatten(-1, [2, 32]).transpose(1, 2)
+            for part in layer(nested).chunk(3, -1)
+        ]
+        with pytest.raises(
+            UsageError, match="Use flex_attention with a mask of the row"
+        ):
+            F.scaled_dot_product_attention(*heads)
+
+
 def test_nested_tensors_are_as_long_as_their_rows(rehearse):
     with rehearse() as recording:
         rows = [torch.ones(length, 4) for length in (3, 5)]
