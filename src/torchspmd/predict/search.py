@@ -20,7 +20,12 @@ from torchspmd.predict.answer import answer
 from torchspmd.predict.bounds import Bounds
 from torchspmd.predict.clock import LiveClock
 from torchspmd.predict.forks import Forks, quiet, short
-from torchspmd.predict.hardware import Hardware, load_gpu, load_network
+from torchspmd.predict.hardware import (
+    DEFAULT_NETWORK,
+    Hardware,
+    load_gpu,
+    load_network,
+)
 from torchspmd.predict.live import LiveMemory
 from torchspmd.predict.other_ranks import OtherRanks, Question
 from torchspmd.predict.ranking import Asked, Outcome, SearchResult, rank
@@ -307,7 +312,16 @@ def predict_call(candidate: Candidate, *, job: Job) -> Answer:
         several = world.size > 1
         with Forks.of_this_process(folder, work) if several else Forks(folder) as forks:
             others = OtherRanks(world.rank, forks, at_once=1)
-            recording, mode = rehearse_call(call, job, others, bounds)
+            mode = CommDebugMode()
+            recording = rehearse_call(
+                call,
+                job.gpu,
+                world,
+                network=job.network,
+                others=others,
+                bounds=bounds,
+                mode=mode,
+            )
             if bounds.slower:
                 return {"problem": bounds.slower}
             met = None if bounds.is_reached else others
@@ -319,25 +333,40 @@ def _as_another(
     call: Callable[[], object], job: Job, folder: Path, question: Question
 ) -> str:
     """In a fork: rehearse a rank that another one waits for."""
-    job = job._replace(world=replace(job.world, rank=question.rank))
+    world = replace(job.world, rank=question.rank)
     others = OtherRanks(question.rank, Forks(folder), question)
-    recording, _ = rehearse_call(call, job, others)
-    others.answer(recording)
+    others.answer(
+        rehearse_call(call, job.gpu, world, network=job.network, others=others)
+    )
     return ""
 
 
 def rehearse_call(
     call: Callable[[], object],
-    job: Job,
-    others: OtherRanks,
+    gpu: Hardware,
+    world: World,
+    *,
+    network: Hardware | None = None,
+    others: OtherRanks | None = None,
     bounds: Bounds | None = None,
-) -> tuple[Recording, CommDebugMode]:
-    """What a call does as one rank, in this process."""
-    gpu, network, world = job.gpu, job.network, job.world
+    mode: CommDebugMode | None = None,
+) -> Recording:
+    """What a call does as one rank, in this process, until two steps are recorded.
+
+    Args:
+        call: Trains.
+        gpu: The device.
+        world: The ranks, and the one that is played.
+        network: Between nodes; None: the one that is taken where nobody names one.
+        others: Rehearse the ranks that it waits for; None: asking for one is refused.
+        bounds: Behind which it need not go on.
+        mode: Takes what it sends.
+    """
+    network = network or load_network(DEFAULT_NETWORK)
+    mode = mode or CommDebugMode()
     recording = Recording(world.size, world.rank, world.nodes)
     device = rehearsed_gpu(gpu, network, world)
     memory = LiveMemory(recording, gpu, AllocatorSettings.of_environment())
-    mode = CommDebugMode()
     window = StepWindow(mode, skip=1, steps=1, rehearsed=recording)
     if bounds is not None:
         window.after_first_step = partial(bounds.look, recording)
@@ -351,7 +380,7 @@ def rehearse_call(
     except Exception as error:
         if not is_after_window(error):
             raise
-    return recording, mode
+    return recording
 
 
 def explore(
