@@ -1,16 +1,20 @@
 """Each private torch name behind tensors without memory; see test_torch_names.py."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchspmd import _torch
+from torchspmd.errors import UsageError
 from torchspmd.testing import fake_mesh, fake_world
 
 
@@ -38,6 +42,31 @@ def test_fake_device():
         assert weight.to("cuda") is weight
     assert "aten.mm.default" in seen
     assert "device" not in vars(torch.Tensor)
+
+
+def test_in_another_thread():
+    mode = _torch.FakeDeviceMode(lambda func, args, kwargs, run: run())
+    shown = _torch.ShownAsCuda(lambda call, tensor: call, lambda tensor, stream: None)
+
+    def make():
+        with _torch.in_another_thread(mode, shown):
+            return torch.empty(2, device="cuda")
+
+    with _torch.fake_device(mode, shown, print), ThreadPoolExecutor(1) as pool:
+        tensor = pool.submit(make).result()
+        assert (tensor + torch.empty(2, device="cuda")).is_cuda
+        with pytest.raises((AssertionError, RuntimeError)):  # of a torch without CUDA
+            pool.submit(lambda: torch.empty(2, device="cuda")).result()
+
+
+def test_fake_device_refuses_attention_of_jagged_tensors():
+    with presented():
+        layout = {"layout": torch.jagged, "device": "cuda"}
+        rows = torch.nested.nested_tensor([torch.ones(2, 2, 8)], **layout)
+        heads = rows.transpose(1, 2)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            with pytest.raises(UsageError, match="cannot be rehearsed: its kernels"):
+                F.scaled_dot_product_attention(heads, heads, heads)
 
 
 def test_is_rehearsed():

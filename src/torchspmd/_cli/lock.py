@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchspmd._cli.output import status_line
 from torchspmd._cli.process import say
-from torchspmd._cli.script import StepWindow, run_script
+from torchspmd._cli.script import run_script
 from torchspmd._cli.simulate import rehearsed_world, simulated_world
 from torchspmd._cli.usage.common import parse_mesh, refuse
 from torchspmd._cli.usage.lock import simulation_problems
 from torchspmd.comm import format_bytes, format_count
 from torchspmd.errors import UsageError
 from torchspmd.rehearse.nodes import GPUS_PER_NODE, Nodes
+from torchspmd.rehearse.window import StepWindow
 from torchspmd.rehearse.world import World
 from torchspmd.trace import CommDebugMode
 from torchspmd.verify.lock.lockfile import Lock, Recipe, lock_ledger, save_lock
@@ -48,7 +49,7 @@ def simulate(recipe: Recipe, folder: Path, command: str) -> Lock | None:
     what = f"locking {script} as rank {recipe.rank} of {world_size} (simulated)"
     line = status_line(what)
     mode, watch = CommDebugMode(sources=True, max_events=_MAX_EVENTS), MemoryWatch()
-    window = StepWindow(mode, skip=recipe.skip, steps=recipe.steps, line=line)
+    window = StepWindow(mode, skip=recipe.skip, steps=recipe.steps, show=line.show)
     with (
         line,
         _one_rank(recipe, world_size, folder) as notes,

@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import importlib
+import io
 import json
 import os
 import re
@@ -10,38 +12,38 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torchspmd._cli.other_ranks import OtherRanks
 from torchspmd._cli.output import say_written, status_line, wrap, write_file
-from torchspmd._cli.script import EndOfWindow, StepWindow, run_script
+from torchspmd._cli.script import run_script
 from torchspmd._cli.words import typed_command
 from torchspmd.comm import format_count
 from torchspmd.comm.storage import ledger_to_dict
 from torchspmd.errors import UsageError
 from torchspmd.predict.allocator import AllocatorSettings
+from torchspmd.predict.answer import Answer, answer
 from torchspmd.predict.bounds import Bounds
 from torchspmd.predict.clock import LiveClock
-from torchspmd.predict.curve_json import curve_json
-from torchspmd.predict.hardware import Hardware
+from torchspmd.predict.forks import Forks, serve
 from torchspmd.predict.live import LiveMemory
-from torchspmd.predict.memory import Fits, MemoryAccount, count_memory
-from torchspmd.predict.prediction import TimePrediction, predict_time
+from torchspmd.predict.memory import Fits
+from torchspmd.predict.other_ranks import OtherRanks, Question
 from torchspmd.predict.rehearsed import rehearsed_gpu
-from torchspmd.predict.stages import StagesDifferError
-from torchspmd.predict.structure import ledger_json, mesh_json, modules_json
 from torchspmd.predict.suggestions import Suggestion, suggest
-from torchspmd.predict.text import describe_memory, size_text
+from torchspmd.predict.text import describe_memory
 from torchspmd.predict.time_suggestions import Gain, suggest_faster
 from torchspmd.predict.time_text import describe_time
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
+from torchspmd.rehearse.window import StepWindow
 from torchspmd.rehearse.world import World
 from torchspmd.report import write_page, write_perfetto
 from torchspmd.trace import CommDebugMode
 
+_SERVES = "TORCHSPMD_SERVES_RANKS"  # a process that forks for other ranks: its folder
 _NOTHING = (
     "the script put no tensor on the GPU, so there is nothing to predict. Does it call its "
     'training, with model and data on "cuda"? What a script for CPUs sends, torchspmd '
@@ -51,13 +53,37 @@ _NOTHING = (
 
 def run(options: argparse.Namespace) -> int:
     """Rehearse the script and report; 1 when it does not fit."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _predict(options, OtherRanks(options, folder))
+    if folder := os.environ.get(_SERVES):
+        importlib.import_module("torchspmd.predict.preloaded")
+        serve(Path(folder), partial(_as_another, options, Path(folder)))
+    with tempfile.TemporaryDirectory() as folder, _forks(options, folder) as forks:
+        at_once = 1 if options.candidate else None  # one of several processes already
+        return _predict(options, OtherRanks(options.rank, forks, at_once=at_once))
+
+
+def _forks(options: argparse.Namespace, folder: str) -> Forks:
+    """Processes that rehearse other ranks."""
+    if options.candidate and options.world_size > 1:
+        work = partial(_as_another, options, Path(folder))
+        return Forks.of_this_process(Path(folder), work)
+    command = [sys.executable, "-m", "torchspmd", *options.words]
+    return Forks(Path(folder), command, {**os.environ, _SERVES: folder})
+
+
+def _as_another(options: argparse.Namespace, folder: Path, question: Question) -> str:
+    """In a fork: rehearse a rank that another one waits for."""
+    options.rank = question.rank
+    others = OtherRanks(question.rank, Forks(folder), question)
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        code = _predict(options, others)
+    said = text.getvalue().strip().splitlines() or [f"exit code {code}"]
+    return said[-1] if code > 1 else ""
 
 
 def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
     gpu, network = options.hardware
-    settings = _settings()
+    settings = AllocatorSettings.of_environment()
     world = World(options.world_size, options.rank, options.nodes)
     recording = Recording(world.size, world.rank, world.nodes)
     mode = CommDebugMode()
@@ -68,24 +94,15 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         mode,
         skip=options.skip,
         steps=options.steps,
-        line=line,
+        show=line.show,
         rehearsed=recording,
     )
     device = rehearsed_gpu(gpu, network, world)
     memory = LiveMemory(recording, gpu, settings)
     stage = rehearsal(recording, world, device, memory, others)
     bounds = Bounds(gpu, settings, options.bound_rate, options.bound_seconds)
-    is_candidate = bool(bounds.flops_rate or bounds.seconds) and not others.is_asked
-    slower: list[str] = []  # one entry, where it need not go on
-
-    def after_first_step() -> None:
-        why = bounds.why_slower(recording)
-        if why or bounds.is_too_large(recording):
-            slower.append(why)
-            raise EndOfWindow
-
-    if is_candidate:
-        window.after_first_step = after_first_step
+    if not others.is_asked:
+        window.after_first_step = partial(bounds.look, recording)
     clock = LiveClock(recording, gpu, network)
     timed_stage = _with_clock(stage, clock, virtual=options.virtual_clock)
     left: list[object] = []
@@ -109,8 +126,8 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
         )
         return 2
     left.clear()
-    if any(slower):
-        print(f"torchspmd predict: {slower[0]}", file=sys.stderr)
+    if bounds.slower:
+        print(f"torchspmd predict: {bounds.slower}", file=sys.stderr)
         return 2
     if others.is_asked:
         others.answer(recording)
@@ -123,58 +140,28 @@ def _predict(options: argparse.Namespace, others: OtherRanks) -> int:
             f"with --steps {options.steps} asks for {options.skip + options.steps}: its "
             "last one is taken to be steady."
         )
-    account = count_memory(recording, gpu, settings)
-    timed, met = (
-        (predict_time(recording, gpu, network), [])
-        if slower
-        else _time(recording, others, gpu, network)
-    )
-    accounts = {each.rank: count_memory(each, gpu, settings) for each in met}
-    worst = min((account, *accounts.values()), key=lambda each: each.margin)
+    met = None if bounds.is_reached else others
+    told = answer(recording, met, gpu, network, settings)
+    timed = told.timed
     if not options.network and timed.crosses_nodes:
         recording.notes.append(
             f"No --network was given: {network.title} is taken to be between the nodes."
         )
-    faster = [] if options.brief else suggest_faster(timed, room=account.margin)
-    smaller = [] if options.brief else suggest(account)
-    _report(account, worst, timed, smaller, faster)
+    room = told.account.margin
+    faster = [] if options.brief else suggest_faster(timed, room=room)
+    smaller = [] if options.brief else suggest(told.account)
+    _report(told, smaller, faster)
     if options.json or options.html or options.perfetto:
-        data = _as_json(options, account, timed, smaller, faster)
-        data["ledger"] = ledger_to_dict(mode.ledger)
-        data["fits"] = worst.fits.value
-        if worst is not account:
-            data["notes"].insert(0, _of_another(worst))
-        data["stages"] = _stages(timed, {recording.rank: account, **accounts})
-        _write(options, data)
-    return 1 if worst.fits is Fits.NO else 0
-
-
-def _stages(
-    timed: TimePrediction, accounts: dict[int, MemoryAccount]
-) -> dict[str, Any]:
-    """Of a pipeline, what tells its stages apart; memory of those that were rehearsed."""
-    told: dict[str, Any] = {}
-    for stage in timed.stages:
-        account = accounts.get(stage.rank)
-        told[str(stage.rank)] = {
-            "compute_seconds": stage.compute_seconds,
-            "model_flops": stage.flops,
-            "fits": account and account.fits.value,
-            "memory": account and {**account.as_json(), "holders": []},
-        }
-    return told
-
-
-def _time(
-    recording: Recording, others: OtherRanks, gpu: Hardware, network: Hardware
-) -> tuple[TimePrediction, list[Recording]]:
-    """With the ranks that it waits for; and those: few of a long pipeline, if it can be."""
-    some, ranks = others.few_stages(recording)
-    if ranks:
-        with contextlib.suppress(StagesDifferError):
-            return predict_time(some, gpu, network, ranks=ranks), some[1:]
-    every = others.stages(recording)
-    return predict_time(every, gpu, network), every[1:]
+        data = told.as_json(
+            ledger_to_dict(mode.ledger),
+            brief=options.brief,
+            timeline=not options.no_timeline,
+            smaller=smaller,
+            faster=faster,
+        )
+        about = {"command": typed_command(options), "script": str(options.script)}
+        _write(options, {**data, **about})
+    return 1 if told.worst.fits is Fits.NO else 0
 
 
 @contextlib.contextmanager
@@ -212,13 +199,6 @@ def _write(options: argparse.Namespace, data: dict[str, Any]) -> None:
     elif options.perfetto is not None:
         write_perfetto(data, options.perfetto)
         say_written("Trace", options.perfetto)
-
-
-def _settings() -> AllocatorSettings:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if text := os.environ.get(name):
-            return AllocatorSettings.parse(text)
-    return AllocatorSettings()
 
 
 def _tell_invented(left: list[object], notes: list[str]) -> None:
@@ -260,18 +240,12 @@ def _hint(left: list[object], world: World) -> str:
     return ""
 
 
-def _report(
-    account: MemoryAccount,
-    worst: MemoryAccount,
-    timed: TimePrediction,
-    smaller: list[Suggestion],
-    faster: list[Gain],
-) -> None:
-    recording = account.recording
-    parts = [describe_memory(account, smaller), describe_time(timed, faster)]
-    if worst is not account:
+def _report(told: Answer, smaller: list[Suggestion], faster: list[Gain]) -> None:
+    recording, timed = told.account.recording, told.timed
+    parts = [describe_memory(told.account, smaller), describe_time(timed, faster)]
+    if of_another := told.of_another():
         what = f"What follows is of rank {recording.rank}."
-        parts[0] = f"{_of_another(worst)} {what}\n{parts[0]}"
+        parts[0] = f"{of_another} {what}\n{parts[0]}"
     if not recording.steps:
         parts.insert(0, "The script made no optimizer step: no training is counted.")
     print("", *map(wrap, parts), sep="\n\n")
@@ -279,65 +253,3 @@ def _report(
     for title, texts in (("Notes", notes), ("Skipped", recording.skipped)):
         if texts:
             print(f"{title}:", *(wrap(f"  {text}") for text in texts), sep="\n")
-
-
-def _of_another(worst: MemoryAccount) -> str:
-    """Which stage of the pipeline needs more than the one that is told of."""
-    rank = worst.recording.rank
-    words = {Fits.NO: "DOES NOT FIT", Fits.AT_RISK: "is AT RISK", Fits.YES: "fits"}
-    return (
-        f"Rank {rank}, another stage of the pipeline, needs the most memory: "
-        f"{size_text(worst.device_peak)} of {size_text(worst.gpu.nbytes('total'))}, and "
-        f"{words[worst.fits]}. --rank {rank} tells what holds it."
-    )
-
-
-def _as_json(
-    options: argparse.Namespace,
-    account: MemoryAccount,
-    timed: TimePrediction,
-    smaller: list[Suggestion],
-    faster: list[Gain],
-) -> dict[str, Any]:
-    recording = account.recording
-    seconds = timed.as_json(timeline=not (options.no_timeline or options.brief))
-    figures = seconds.pop("assumptions")
-    return {
-        "format": "torchspmd/prediction",
-        "version": 1,
-        "command": typed_command(options),
-        "script": str(options.script),
-        "world_size": recording.world_size,
-        "rank": recording.rank,
-        "gpus_per_node": recording.nodes.gpus_per_node,
-        "nodes": list(recording.nodes.order),
-        "gpu": account.gpu.name,
-        "network": timed.figures.network and timed.figures.network.name,
-        "steps": recording.steps,
-        "fits": account.fits.value,
-        "memory": {
-            **account.as_json(),
-            "curve": None if options.brief else curve_json(account),
-        },
-        **seconds,
-        "suggestions": [
-            *(
-                {"what": g.text, "gain_seconds": g.seconds, "how": g.how}
-                for g in faster
-            ),
-            *(
-                {"what": each.text, "gain_bytes": each.saved_bytes, "of": each.of}
-                for each in smaller
-            ),
-        ],
-        "modules": modules_json(account, timed),
-        "mesh": mesh_json(recording),
-        "ledger": ledger_json(recording),
-        "assumptions": [
-            {"what": part.name, "value": size_text(part.nbytes), "source": part.source}
-            for part in account.fixed
-        ]
-        + figures,
-        "notes": [*recording.notes, *timed.notes()],
-        "skipped": recording.skipped,
-    }

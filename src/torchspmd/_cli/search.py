@@ -23,9 +23,15 @@ from torchspmd._cli.usage.common import find_module
 from torchspmd._cli.words import typed_command
 from torchspmd.errors import UsageError
 from torchspmd.predict.hardware import hardware_text, load_gpu, load_network
-from torchspmd.predict.ranking import Outcome, SearchResult, describe_search
+from torchspmd.predict.ranking import Asked, Outcome, describe_search
 from torchspmd.predict.repeated import FEW, Repeated
-from torchspmd.predict.search import best_rate, explore, run_candidates, work_of
+from torchspmd.predict.search import (
+    best_rate,
+    explore,
+    kept,
+    run_candidates,
+    work_of,
+)
 from torchspmd.predict.space import (
     Candidate,
     Expression,
@@ -34,43 +40,6 @@ from torchspmd.predict.space import (
     read_space,
 )
 from torchspmd.report import write_page
-from torchspmd.report.results import PREDICTION
-
-# What is kept of a prediction.
-_KEYS = (
-    "fits",
-    "step_seconds",
-    "compute_seconds",
-    "communication_seconds",
-    "exposed_seconds",
-    "host_seconds",
-    "host_issue_seconds",
-    "bubble_seconds",
-    "optimizer_seconds",
-    "step_error",
-    "power",
-    "stages",
-    "model_flops",
-    "mfu",
-    "notes",
-    "skipped",
-    "exposed",
-    "assumptions",
-    "modules",
-    "mesh",
-    "ledger",
-)
-_MEMORY_KEYS = (
-    "allocated_peak_bytes",
-    "reserved_peak_bytes",
-    "device_peak_bytes",
-    "margin_bytes",
-    "first_failure",
-    "device_bytes",
-    "by_category",
-    "periods",
-    "fixed",
-)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -108,18 +77,34 @@ def run(options: argparse.Namespace) -> int:
     blocks = Repeated(repeat, space, _counts(counts, known)) if repeat else None
     unit = "item" if work else "TFLOP"
     result = explore(candidates, run_some, items, unit, blocks)
+    result.asked = _asked(options)
     print(describe_search(result, most=options.top))
     if result.best is None and result.failed:
         failed = _predict_command(options, result.failed[0].candidate)
         print(f"The whole error of the first one: {failed}")
     if options.json is not None:
-        text = json.dumps(_document(options, result), indent=1)
+        text = json.dumps(result.as_json(), indent=1)
         write_file(options.json, text + "\n")
         say_written("Candidates", options.json)
     if options.html is not None:
-        write_page(_document(options, result), options.html)
+        write_page(result.as_json(), options.html)
         say_written("Page", options.html)
     return 0 if result.best is not None else 1
+
+
+def _asked(options: argparse.Namespace) -> Asked:
+    return Asked(
+        command=typed_command(options),
+        script=str(options.script),
+        world_size=options.world_size,
+        gpu=options.gpu,
+        rank=options.rank,
+        gpus_per_node=options.gpus_per_node,
+        nodes=options.nodes.order,
+        network=options.network,
+        device_bytes=load_gpu(options.gpu).nbytes("total"),
+        of=partial(_predict_command, options),
+    )
 
 
 def _counts(
@@ -145,40 +130,6 @@ def _counts(
         return few, more
 
     return counts
-
-
-def _document(options: argparse.Namespace, result: SearchResult) -> dict[str, Any]:
-    """The search file: the result, how it was asked for, and each prediction, short."""
-    document = result.as_json()
-    outcomes = (*result.fitting, *result.too_large, *result.failed)
-    about = {
-        "script": str(options.script),
-        "world_size": options.world_size,
-        "gpu": options.gpu,
-    }
-    for each, outcome in zip(document["candidates"], outcomes, strict=True):
-        each["command"] = _predict_command(options, outcome.candidate)
-        if outcome.problem:
-            continue
-        each["prediction"] = {
-            "format": PREDICTION,
-            "version": 1,
-            **about,
-            "command": each["command"],
-            "rank": options.rank,
-            "gpus_per_node": options.gpus_per_node,
-            "nodes": list(options.nodes.order),
-            "network": options.network,
-            "modules": [],
-            "timeline": None,
-            **outcome.prediction,
-        }
-    return {
-        **document,
-        **about,
-        "command": typed_command(options),
-        "device_bytes": load_gpu(options.gpu).nbytes("total"),
-    }
 
 
 def _check_cache(options: argparse.Namespace) -> None:
@@ -298,7 +249,8 @@ def predict_script(
     output = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prediction.json"
-        words = ["predict", str(script), *command, "--brief", "--json", str(path)]
+        words = ["predict", str(script), *command, "--brief", "--candidate"]
+        words += ["--json", str(path)]
         if best := best_rate():
             bound = work[_key(candidate)] / best if work else best
             words += ["--bound-seconds" if work else "--bound-rate", repr(bound)]
@@ -307,12 +259,7 @@ def predict_script(
         if not path.exists():
             return {"problem": _reason(output.getvalue(), code)}
         data = json.loads(path.read_text(encoding="utf-8"))
-    answer = {key: data.get(key) for key in _KEYS}
-    memory = data.get("memory") or {}
-    answer["memory"] = {key: memory.get(key) for key in _MEMORY_KEYS}
-    if answer["fits"] != "no" and not answer["step_seconds"]:
-        answer["problem"] = "the script made no optimizer step"
-    return answer
+    return kept(data)
 
 
 def _reason(text: str, code: int) -> str:

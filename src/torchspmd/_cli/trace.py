@@ -17,12 +17,13 @@ from torchspmd._cli.gather import (
 )
 from torchspmd._cli.output import say_written, status_line
 from torchspmd._cli.process import NEVER_FREED, say
-from torchspmd._cli.script import StepWindow, run_script
+from torchspmd._cli.script import run_script
 from torchspmd._cli.simulate import rehearsed_world, simulated_world
 from torchspmd._cli.words import typed_command
 from torchspmd.comm import Ledger, format_count, ledger_to_dict, save_ledger
 from torchspmd.comm.tree import sum_ledgers
 from torchspmd.rehearse.nodes import GPUS_PER_NODE, Nodes
+from torchspmd.rehearse.window import StepWindow
 from torchspmd.rehearse.world import World
 from torchspmd.report import format_bytes, print_ledger, write_page
 from torchspmd.trace import CommDebugMode
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         f"tracing {options.script} as {world}",
         quiet=not world.simulated and world.rank != 0,
     )
-    window = StepWindow(mode, skip=options.skip, steps=options.steps, line=line)
+    window = StepWindow(mode, skip=options.skip, steps=options.steps, show=line.show)
     left = None if world.simulated else NEVER_FREED
     with line, _surroundings(world) as (held, notes):
         succeeded = run_script(

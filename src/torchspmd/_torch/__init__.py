@@ -102,6 +102,7 @@ from torchspmd._torch.dtensor import wrap_local as wrap_local
 from torchspmd._torch.fake_device import FakeDeviceMode as FakeDeviceMode
 from torchspmd._torch.fake_device import ShownAsCuda as ShownAsCuda
 from torchspmd._torch.fake_device import fake_device as fake_device
+from torchspmd._torch.fake_device import in_another_thread as in_another_thread
 from torchspmd._torch.fake_device import is_device_tensor as is_device_tensor
 from torchspmd._torch.fake_device import is_fake_tensor as is_fake_tensor
 from torchspmd._torch.fake_device import is_rehearsed as is_rehearsed

@@ -8,11 +8,13 @@ too, so that results have the dtypes and strides of CUDA kernels. Tensors of the
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -24,7 +26,9 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nested._internal import sdpa as jagged_attention
 from torch.nested._internal.nested_int import NestedIntNode
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._mode_utils import no_dispatch
@@ -32,7 +36,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchspmd._torch.accumulation import Accumulation
 from torchspmd._torch.autograd import backward_under
-from torchspmd._torch.known_values import is_worth_following, may_follow, set_known
+from torchspmd._torch.known_values import (
+    is_worth_following,
+    may_follow,
+    set_known,
+    share_known,
+)
 from torchspmd._torch.landmarks import is_torch_code
 from torchspmd._torch.operator_cache import OperatorCache
 from torchspmd._torch.sparse import is_sparse, sparse_parts, sparse_result
@@ -150,6 +159,11 @@ class FakeDeviceMode(FakeTensorMode):
         self._cache = OperatorCache(self)
         self._accumulation = Accumulation()
         self._inside = False
+        # Threads take turns: operators have one recording.
+        self._turn = threading.RLock()
+        self._thread = threading.get_ident()
+        self.on_other_thread: Callable[[], None] = lambda: None
+        self.is_over = False  # whether threads that are left have to end
         # Its memory of tensors is weak references, and a module whose parameters have
         # them could not be moved.
         converter: Any = self.fake_tensor_converter
@@ -175,8 +189,10 @@ class FakeDeviceMode(FakeTensorMode):
         if types and _has_subclass(types):
             self._on_subclass()
             return NotImplemented
+        if self.is_over:
+            raise SystemExit
         # Below, no Python code names a device: the function mode can be off.
-        with torch._C.DisableTorchFunction():
+        with self._turn, torch._C.DisableTorchFunction():
             return self._dispatch(func, types, args, kwargs or {})
 
     def _higher_order(
@@ -225,6 +241,8 @@ class FakeDeviceMode(FakeTensorMode):
             return args[0]
         args, kwargs = self._without_values(args), self._without_values(kwargs)
         self._inside = True
+        if threading.get_ident() != self._thread:
+            self.on_other_thread()
         try:
             return self._on_operator(
                 func, args, kwargs, lambda: self._run(func, args, kwargs)
@@ -270,11 +288,19 @@ class FakeDeviceMode(FakeTensorMode):
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
         """Inside, ``on_operator`` is not called."""
-        before, self._inside = self._inside, True
-        try:
-            yield
-        finally:
-            self._inside = before
+        with self._turn:
+            before, self._inside = self._inside, True
+            try:
+                yield
+            finally:
+                self._inside = before
+
+    def entered_here(self) -> contextlib.AbstractContextManager[object]:
+        """In force in one more thread; what it keeps of that is not one thread's."""
+        stack = contextlib.ExitStack()
+        with self._turn:
+            stack.enter_context(self)
+        return stack
 
     def _is_of_another(self, args: Sequence[Any]) -> bool:
         """Whether tensors belong to another mode: the values of a captured graph."""
@@ -593,6 +619,7 @@ class ShownAsCuda(TorchFunctionMode):
         if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
             func(tensor, value)
             tensor.fake_device = value.fake_device
+            share_known(value, tensor)
         elif isinstance(tensor, FakeTensor) or isinstance(value, FakeTensor):
             torch.utils.swap_tensors(tensor, value)
         else:
@@ -683,9 +710,19 @@ def fake_device(
         torch.__future__.set_swap_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
         enter(backward_under(shown))
+        enter(torch.serialization.safe_globals([_empty_again]))
+        _in_force.append(mode)
+        stack.callback(_in_force.remove, mode)
         enter(mode)
         enter(shown)
         mode.learn_accumulation()
+        yield
+
+
+@contextlib.contextmanager
+def in_another_thread(mode: FakeDeviceMode, shown: ShownAsCuda) -> Iterator[None]:
+    """What is in force between these modes, in a thread of the script."""
+    with mode.entered_here(), shown:
         yield
 
 
@@ -790,6 +827,8 @@ def _replacements(
     yield FakeTensor, "device", property(device)
     yield FakeTensor, "data_ptr", _address
     yield FakeTensor, "__deepcopy__", _deepcopy
+    yield from _replaced_pickling()
+    yield jagged_attention, "_select_sdp_backend", _jagged_attention
     # Refuses other streams than its own before a mode is asked.
     yield torch.Tensor, "record_stream", record_stream
     yield from _replaced_storage(on_resize)
@@ -946,3 +985,59 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
     if tensor.grad is not None:
         copied.grad = _deepcopy(tensor.grad, memo)
     return copied
+
+
+_plain_jagged_attention: Any = jagged_attention._select_sdp_backend
+
+
+def _jagged_attention(query: Any, *args: Any) -> Any:
+    """Which kernel computes attention of rows of different lengths."""
+    backend = _plain_jagged_attention(query, *args)
+    if backend is SDPBackend.ERROR and is_device_tensor(query):
+        raise UsageError(
+            "scaled_dot_product_attention of nested tensors (layout=torch.jagged) cannot "
+            "be rehearsed: its kernels are CUDA's alone. Use flex_attention with a mask of "
+            "the rows, or padded tensors."
+        )
+    return backend
+
+
+def _replaced_pickling() -> Iterator[tuple[Any, str, Any]]:
+    """A tensor is pickled as its size and type, and so comes back."""
+    plain: Any = FakeTensor.__reduce_ex__
+
+    def reduce(tensor: Any, protocol: Any) -> Any:
+        is_copied = sys._getframe(1).f_code is copy.copy.__code__  # has the same memory
+        if is_copied or not is_rehearsed(tensor):
+            return plain(tensor, protocol)
+        place = tensor.fake_device.type
+        is_parameter = getattr(tensor, "_is_param", False)
+        described = (tuple(tensor.shape), tensor.stride(), tensor.dtype, place)
+        return _empty_again, (*described, tensor.requires_grad, is_parameter)
+
+    yield FakeTensor, "__reduce_ex__", reduce
+
+
+def _empty_again(
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    requires_grad: bool,  # pickled by its place
+    is_parameter: bool,
+) -> Any:
+    if not _in_force:
+        raise UsageError(
+            "this file was written while a script was rehearsed: its tensors have no "
+            "values. Save it again in a real run."
+        )
+    tensor: Any = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    if not is_fake_tensor(tensor):
+        return tensor
+    tensor.requires_grad_(requires_grad)
+    if is_parameter:
+        tensor._is_param = True
+    return tensor
+
+
+_in_force: list[FakeDeviceMode] = []

@@ -106,6 +106,14 @@ def hand_on_known(tensor: Any, other: Any) -> None:
         set_known(other, known.real, known.why)
 
 
+def share_known(tensor: Any, other: Any) -> None:
+    """Another tensor has the memory of this one from now on, and no values of its own."""
+    if hasattr(tensor, "known_tensor"):
+        other.known_tensor = tensor.known_tensor
+    elif hasattr(other, "known_tensor"):
+        del other.known_tensor
+
+
 def known_tensor(tensor: Any) -> torch.Tensor | None:
     """The values of a tensor without memory, where they are certain."""
     known = followed(tensor)

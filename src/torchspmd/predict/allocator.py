@@ -6,6 +6,7 @@ is allocated: addresses are numbers, and the device is a number of bytes.
 
 import dataclasses
 import enum
+import os
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -55,6 +56,14 @@ class AllocatorSettings:
     garbage_collection_threshold: float = 0.0
     large_segment_size: int = 20 * MIB
     memory_fraction: float | None = None
+
+    @classmethod
+    def of_environment(cls) -> "AllocatorSettings":
+        """Those that torch would read."""
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            if text := os.environ.get(name):
+                return cls.parse(text)
+        return cls()
 
     @classmethod
     def parse(cls, text: str) -> "AllocatorSettings":

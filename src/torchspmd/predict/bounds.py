@@ -16,11 +16,12 @@ from torchspmd.predict.program import price_step
 from torchspmd.predict.time_text import seconds_text
 from torchspmd.predict.timeline import Kind
 from torchspmd.rehearse.recording import Comm, Event, Op, Phase, Recording
+from torchspmd.rehearse.world import EndOfWindow
 
 __all__ = ["Bounds"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bounds:
     """What the best candidate so far does.
 
@@ -29,16 +30,30 @@ class Bounds:
         settings: Of its allocator.
         flops_rate: Model FLOPs a second; 0: nothing is known.
         seconds: Of a step with as much work as this one's; 0: nothing is known.
+        is_reached: Whether a rehearsal ended here.
+        slower: Why it cannot be the best; "" where it does not fit.
     """
 
     gpu: Hardware
     settings: AllocatorSettings
     flops_rate: float = 0.0
     seconds: float = 0.0
+    is_reached: bool = False
+    slower: str = ""
 
-    def is_too_large(self, recording: Recording) -> bool:
-        """Whether what was rehearsed so far does not fit."""
-        return count_memory(recording, self.gpu, self.settings).fits is Fits.NO
+    def look(self, recording: Recording) -> None:
+        """After the first step: end a rehearsal that need not go on.
+
+        Raises:
+            EndOfWindow: It need not.
+        """
+        if not self.flops_rate and not self.seconds:
+            return
+        self.slower = self.why_slower(recording)
+        account = count_memory(recording, self.gpu, self.settings)
+        self.is_reached = bool(self.slower) or account.fits is Fits.NO
+        if self.is_reached:
+            raise EndOfWindow
 
     def why_slower(self, recording: Recording) -> str:
         """Why it cannot be the best; "" where it can."""

@@ -27,6 +27,9 @@ __all__ = ["ErrorBar", "Stage", "TimePrediction", "predict_time"]
 _MODEL = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OTHER})
 NEAR_HOST = 0.75  # of a step, that the host needs to issue it
 ROUNDS = 3
+# Items of all ranks, above which a simulation takes seconds: what would make the step
+# faster is then not simulated ten times more.
+_LONG = 400_000
 
 
 class ErrorBar(NamedTuple):
@@ -52,7 +55,7 @@ class TimePrediction:
         recording: What was priced.
         figures: Of the hardware, with those that were used.
         pricer: That priced operators.
-        program: The steady step; with the other stages' in front where they are.
+        program: The steady step.
         run: Of the simulation; None where the script made no step.
         account: What the step is made of.
         rank: The place of this rank among those that were simulated.
@@ -61,6 +64,8 @@ class TimePrediction:
         evaluation: Seconds of the step that it would not take without passes of the
             trained model in eval mode.
         stages: Of the pipeline that this rank is on, in order; () where it is on none.
+        recorded: The steps of all ranks that were recorded, this one's among them.
+        ranks: Of all stages of the pipeline, where only some were recorded.
     """
 
     recording: Recording
@@ -74,6 +79,26 @@ class TimePrediction:
     error: ErrorBar
     evaluation: float = 0.0
     stages: tuple[Stage, ...] = ()
+    recorded: tuple[Program, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the steps of a pipeline take long to simulate."""
+        recorded = len(self.recorded)
+        items = sum(len(program.items) for program in self.recorded)
+        return recorded > 1 and items * len(self.stages) > _LONG * recorded
+
+    def all_stages(self, recorded: Sequence[Program]) -> list[Program]:
+        """With those that follow from the recorded ones, in order of the simulation.
+
+        Raises:
+            StagesDifferError: They do not follow.
+        """
+        if not self.ranks:
+            return list(recorded)
+        known = {each.recording.rank: each for each in recorded}
+        return fill_in(known, self.ranks, self.figures)
 
     @property
     def step_seconds(self) -> float | None:
@@ -147,6 +172,12 @@ class TimePrediction:
                 f"{name} ({count})" for name, count in sorted(unknown.items())
             )
             notes.append(f"Operators that are priced by their bytes alone: {names}.")
+        if self.is_long:
+            notes.append(
+                "Of what would make it faster, only changes to the pipeline were tried: "
+                f"the steps of its {len(self.stages)} stages have "
+                f"more than {_LONG:,} operators and waits."
+            )
         power = self.power
         if power.clock < 1:
             others = (
@@ -251,10 +282,10 @@ def predict_time(
     several = [recordings] if isinstance(recordings, Recording) else list(recordings)
     figures = Figures(gpu, network)
     pricer = Pricer(figures)
-    programs = [price_step(recording, pricer) for recording in several]
+    recorded = programs = [price_step(recording, pricer) for recording in several]
     program = programs[of]
     if ranks:
-        known = {each.recording.rank: each for each in programs}
+        known = {each.recording.rank: each for each in recorded}
         programs = fill_in(known, ranks, figures)
     place = next(i for i, each in enumerate(programs) if each is program)
     run = account = None
@@ -283,6 +314,8 @@ def predict_time(
         ),
         evaluation=evaluation,
         stages=_stages(programs, place, account) if len(programs) > 1 else (),
+        recorded=tuple(recorded),
+        ranks=tuple(ranks),
     )
 
 

@@ -154,7 +154,7 @@ def _price(
 
 
 def _op_item(host: HostModel, op: Op, cost: Cost, place: int) -> Item:
-    issue = host.seconds(op, cost.kernels)
+    issue = host.seconds(op, cost.kernels) if op.through != "thread" else 0.0
     if cost.seconds <= 0:
         return Item(issue, None, place=place)
     if cost.kind == "copy":

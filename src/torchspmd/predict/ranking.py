@@ -1,15 +1,17 @@
 """Which candidates of a search are best, and why the others are not."""
 
+import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchspmd.predict.space import Candidate
 from torchspmd.predict.text import size_text
 from torchspmd.predict.time_text import seconds_text
+from torchspmd.report.results import PREDICTION, SEARCH
 
-__all__ = ["Outcome", "SearchResult", "describe_search", "rank"]
+__all__ = ["Asked", "Outcome", "SearchResult", "describe_search", "rank"]
 
 _COLUMNS = 80
 
@@ -61,7 +63,35 @@ class Outcome:
         return self.prediction.get("fits") in ("yes", "at risk")
 
 
-@dataclass(frozen=True, slots=True)
+class Asked(NamedTuple):
+    """What was searched for.
+
+    Attributes:
+        command: That did so.
+        script: Whose arguments they are.
+        world_size: Ranks.
+        gpu: As it was named.
+        rank: That is told of.
+        gpus_per_node: Ranks of a node.
+        nodes: The node of each rank; () where ranks fill nodes in their order.
+        network: As it was named.
+        device_bytes: Of the GPU.
+        of: How to predict a candidate by itself.
+    """
+
+    command: str
+    script: str
+    world_size: int
+    gpu: str
+    rank: int
+    gpus_per_node: int
+    nodes: tuple[int, ...]
+    network: str
+    device_bytes: int
+    of: Callable[[Candidate], str]
+
+
+@dataclass(slots=True)
 class SearchResult:
     """All outcomes, the best first.
 
@@ -72,6 +102,7 @@ class SearchResult:
         pareto: Of those that fit: none other is both faster and smaller.
         unit: Of the work.
         notes: What was assumed.
+        asked: What was searched for.
     """
 
     fitting: list[Outcome]
@@ -80,6 +111,10 @@ class SearchResult:
     pareto: list[Outcome]
     unit: str
     notes: list[str] = field(default_factory=list)
+    asked: Asked | None = None
+
+    def __str__(self) -> str:
+        return describe_search(self)
 
     @property
     def best(self) -> Outcome | None:
@@ -87,29 +122,63 @@ class SearchResult:
         return self.fitting[0] if self.fitting else None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: every candidate with what was predicted of it."""
-        return {
-            "format": "torchspmd/search",
+        """The search file: every candidate with what was predicted of it."""
+        asked = self.asked
+        about: dict[str, Any] = {}
+        if asked is not None:
+            about = {
+                "script": asked.script,
+                "world_size": asked.world_size,
+                "gpu": asked.gpu,
+            }
+        document = {
+            "format": SEARCH,
             "version": 1,
             "unit": self.unit,
             "best": dict(self.best.candidate.values) if self.best else None,
             "notes": list(self.notes),
             "candidates": [
-                {
-                    "values": dict(each.candidate.values),
-                    "arguments": list(each.candidate.words),
-                    "work_per_second": each.rate / _size(self.unit),
-                    "pareto": each in self.pareto,
-                    "problem": each.problem,
-                    **{
-                        key: each.prediction.get(key)
-                        for key in ("fits", "step_seconds", "mfu", *_PARTS)
-                    },
-                    "device_peak_bytes": None if each.problem else each.nbytes,
-                }
+                self._candidate(each, about)
                 for each in (*self.fitting, *self.too_large, *self.failed)
             ],
+            **about,
         }
+        if asked is not None:
+            document |= {"command": asked.command, "device_bytes": asked.device_bytes}
+        return document
+
+    def _candidate(self, each: Outcome, about: Mapping[str, Any]) -> dict[str, Any]:
+        told = {
+            "values": dict(each.candidate.values),
+            "arguments": list(each.candidate.words),
+            "work_per_second": each.rate / _size(self.unit),
+            "pareto": each in self.pareto,
+            "problem": each.problem,
+            **{
+                key: each.prediction.get(key)
+                for key in ("fits", "step_seconds", "mfu", *_PARTS)
+            },
+            "device_peak_bytes": None if each.problem else each.nbytes,
+        }
+        asked = self.asked
+        if asked is None:
+            return told
+        told["command"] = asked.of(each.candidate)
+        if not each.problem:
+            told["prediction"] = {
+                "format": PREDICTION,
+                "version": 1,
+                **about,
+                "command": told["command"],
+                "rank": asked.rank,
+                "gpus_per_node": asked.gpus_per_node,
+                "nodes": list(asked.nodes),
+                "network": asked.network,
+                "modules": [],
+                "timeline": None,
+                **each.prediction,
+            }
+        return told
 
 
 def rank(outcomes: Sequence[Outcome], unit: str) -> SearchResult:
@@ -132,19 +201,28 @@ def rank(outcomes: Sequence[Outcome], unit: str) -> SearchResult:
 
 
 def describe_search(result: SearchResult, *, most: int = 10) -> str:
-    """The table, the front, and what is not in them, in plain text."""
+    """The table, the front, and what is not in them, in plain text of 80 columns."""
     names = _varying(result)
-    lines = list(_best(result, names, most))
-    for line in _others(result, names, most):
+    lines = _wrapped(_best(result, names))
+    lines += _table(result, names, result.fitting[:most])
+    lines += _wrapped(_front(result, names, most))
+    lines += _wrapped(_others(result, names, most))
+    return "\n".join(lines)
+
+
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    """What goes on stands further right than its line begins."""
+    wrapped: list[str] = []
+    for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        lines += textwrap.wrap(
+        wrapped += textwrap.wrap(
             line,
             _COLUMNS,
             subsequent_indent=indent,
             break_long_words=False,
             break_on_hyphens=False,
         )
-    return "\n".join(lines)
+    return wrapped
 
 
 def _varying(result: SearchResult) -> list[str]:
@@ -162,13 +240,15 @@ def _label(outcome: Outcome, names: Sequence[str]) -> str:
     return " ".join(f"{name}={values[name]}" for name in names)
 
 
-def _best(result: SearchResult, names: Sequence[str], most: int) -> Iterator[str]:
+def _best(result: SearchResult, names: Sequence[str]) -> Iterator[str]:
     best = result.best
     if best is None:
         yield f"No candidate {'fits' if result.too_large else 'was predicted'}."
-        return
-    yield f"Best: {_label(best, names)}, {_rate(best, result.unit)}"
-    yield from _table(result, names, result.fitting[:most])
+    else:
+        yield f"Best: {_label(best, names)}, {_rate(best, result.unit)}"
+
+
+def _front(result: SearchResult, names: Sequence[str], most: int) -> Iterator[str]:
     if len(result.fitting) > most:
         yield f"  and {len(result.fitting) - most} more that fit"
     if len(result.fitting) > 1:
@@ -234,19 +314,24 @@ _SHARES = {
 def _table(
     result: SearchResult, names: Sequence[str], rows: Sequence[Outcome]
 ) -> Iterator[str]:
-    """Parts of the step that no row has any of have no column."""
+    """Parts of the step that no row has any of have no column.
+
+    Where arguments and figures have no room beside each other, a row's arguments stand
+    below its figures.
+    """
+    if not rows:
+        return
     shares = {
         title: [float(each.prediction.get(key) or 0) / each.seconds for each in rows]
         for title, key in _SHARES.items()
     }
     shares = {title: some for title, some in shares.items() if max(some) >= 0.005}
-    cells = [[*names, "step", f"{result.unit}/s", "MFU", "memory", *shares]]
+    cells = [["step", f"{result.unit}/s", "MFU", "memory", *shares]]
     for place, each in enumerate(rows):
         mfu = each.prediction.get("mfu")
         risk = "" if each.prediction.get("fits") == "yes" else " at risk"
         cells.append(
             [
-                *(str(each.candidate.values[name]) for name in names),
                 seconds_text(each.seconds),
                 _number(each.rate / _size(result.unit)),
                 "" if mfu is None else f"{mfu:.1%}",
@@ -254,10 +339,72 @@ def _table(
                 *(f"{some[place]:.0%}" for some in shares.values()),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        pairs = zip(row, widths, strict=True)
-        yield "  " + "  ".join(cell.rjust(width) for cell, width in pairs)
+    values = [[str(each.candidate.values[name]) for name in names] for each in rows]
+    heads = [_parts(name) for name in names]
+    beside = _columns(
+        [*heads, *([head] for head in cells[0])],
+        [left + right for left, right in zip(values, cells[1:], strict=True)],
+    )
+    if max(map(len, beside)) <= _COLUMNS:
+        yield from beside
+        return
+    header, *figures = _columns([[head] for head in cells[0]], cells[1:])
+    yield header
+    for each, line in zip(rows, figures, strict=True):
+        yield line
+        yield from _wrapped([f"    {_label(each, names)}"])
+
+
+def _columns(
+    heads: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]
+) -> list[str]:
+    """Lines of a table.
+
+    Args:
+        heads: Of each column, in parts: they may stand on lines of their own, where all
+            of them have no room beside each other.
+        rows: Cells.
+    """
+    least = [
+        max(map(len, (*head, *column)))
+        for head, column in zip(heads, zip(*rows, strict=True), strict=True)
+    ]
+    longest = max(len("".join(head)) for head in heads)
+    for most in range(longest, 0, -1):
+        widths = [
+            max(width, min(len("".join(head)), most))
+            for head, width in zip(heads, least, strict=True)
+        ]
+        if sum(widths) + 2 * len(widths) <= _COLUMNS:
+            break
+    broken = [_joined(head, width) for head, width in zip(heads, widths, strict=True)]
+    height = max(map(len, broken))
+    above = zip(*([""] * (height - len(b)) + b for b in broken), strict=True)
+    return [
+        "".join(
+            f"  {cell:>{width}}" for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in (*above, *rows)
+    ]
+
+
+def _parts(name: str) -> list[str]:
+    """A name, cut behind its underscores.
+
+    >>> _parts("gradient_accumulation_steps")
+    ['gradient_', 'accumulation_', 'steps']
+    """
+    return re.findall(r"[^_]*_+|[^_]+", name)
+
+
+def _joined(parts: Sequence[str], width: int) -> list[str]:
+    """As few lines as the width allows."""
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return lines
 
 
 def _why(result: SearchResult, names: Sequence[str], most: int) -> Iterator[str]:

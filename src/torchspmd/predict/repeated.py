@@ -7,6 +7,7 @@ are affine in their number: from two rehearsals with few blocks follow those wit
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchspmd.errors import UsageError
 from torchspmd.predict.memory import Fits, verdict
 from torchspmd.predict.power import Power
 from torchspmd.predict.ranking import Outcome
@@ -47,10 +48,24 @@ class Repeated(NamedTuple):
     space: Space
     counts: Callable[[Mapping[str, Value]], tuple[int, int]] = lambda values: FEW
 
+    def whole(self, candidate: Candidate) -> int:
+        """How many blocks it has.
+
+        Raises:
+            UsageError: The argument is no such number.
+        """
+        value = candidate.values[self.name]
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(
+                f"{self.name}={value}: an argument to repeat is a number of blocks, 1 or "
+                "more."
+            )
+        return value
+
     def rehearsed(self, candidate: Candidate) -> tuple[Candidate, ...]:
         """With few blocks, twice; or as it is, where it has no more."""
         counts = self.counts(candidate.values)
-        if int(candidate.values[self.name]) <= max(counts):
+        if self.whole(candidate) <= max(counts):
             return (candidate,)
         several = ({**candidate.values, self.name: count} for count in counts)
         return tuple(map(self.space.candidate, several))
@@ -65,7 +80,7 @@ class Repeated(NamedTuple):
         if problem or len(outcomes) == 1:
             return Outcome(candidate, outcomes[0].prediction, problem=problem)
         few, more = outcomes
-        whole = int(candidate.values[self.name])
+        whole = self.whole(candidate)
         counts = self.counts(candidate.values)
         return Outcome(
             candidate, extend(few.prediction, more.prediction, counts, whole)

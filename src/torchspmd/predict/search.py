@@ -1,22 +1,35 @@
 """Predict every candidate of a space, each in a process of its own, and rank them."""
 
-import contextlib
-import io
+import inspect
 import multiprocessing
 import os
 import pickle
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
+from torchspmd.comm.storage import ledger_to_dict
 from torchspmd.errors import UsageError
 from torchspmd.predict.allocator import AllocatorSettings
-from torchspmd.predict.hardware import Hardware, load_gpu, load_network
+from torchspmd.predict.answer import answer
+from torchspmd.predict.bounds import Bounds
+from torchspmd.predict.clock import LiveClock
+from torchspmd.predict.forks import Forks, quiet, short
+from torchspmd.predict.hardware import (
+    DEFAULT_NETWORK,
+    Hardware,
+    load_gpu,
+    load_network,
+)
 from torchspmd.predict.live import LiveMemory
-from torchspmd.predict.memory import count_memory
-from torchspmd.predict.prediction import predict_time
-from torchspmd.predict.ranking import Outcome, SearchResult, rank
+from torchspmd.predict.other_ranks import OtherRanks, Question
+from torchspmd.predict.ranking import Asked, Outcome, SearchResult, rank
+from torchspmd.predict.rehearsed import rehearsed_gpu
 from torchspmd.predict.repeated import (
     Repeated,
     how_far_off,
@@ -25,13 +38,14 @@ from torchspmd.predict.repeated import (
     unique,
 )
 from torchspmd.predict.space import Candidate, Expression, Space, Value
-from torchspmd.rehearse.device import Gpu
 from torchspmd.rehearse.nodes import GPUS_PER_NODE, Nodes, nodes_by_host
 from torchspmd.rehearse.recording import Recording
 from torchspmd.rehearse.rehearsal import rehearsal
-from torchspmd.rehearse.world import World
+from torchspmd.rehearse.window import StepWindow, is_after_window
+from torchspmd.rehearse.world import EndOfWindow, World
+from torchspmd.trace import CommDebugMode
 
-__all__ = ["run_candidates", "search"]
+__all__ = ["kept", "run_candidates", "search"]
 
 # What a candidate's process gives back: keys of a prediction file, or a problem.
 Answer: TypeAlias = dict[str, Any]
@@ -45,12 +59,91 @@ _PRELOAD = [
 ]
 
 
+# What is kept of a prediction.
+_KEYS = (
+    "fits",
+    "step_seconds",
+    "compute_seconds",
+    "communication_seconds",
+    "exposed_seconds",
+    "host_seconds",
+    "host_issue_seconds",
+    "bubble_seconds",
+    "optimizer_seconds",
+    "step_error",
+    "power",
+    "stages",
+    "model_flops",
+    "mfu",
+    "notes",
+    "skipped",
+    "exposed",
+    "assumptions",
+    "modules",
+    "mesh",
+    "ledger",
+)
+_MEMORY_KEYS = (
+    "allocated_peak_bytes",
+    "reserved_peak_bytes",
+    "device_peak_bytes",
+    "margin_bytes",
+    "first_failure",
+    "device_bytes",
+    "by_category",
+    "periods",
+    "fixed",
+)
+
+
+def kept(prediction: Mapping[str, Any]) -> Answer:
+    """What a search keeps of a prediction: without timeline and curve."""
+    found = {key: prediction.get(key) for key in _KEYS}
+    memory = prediction.get("memory") or {}
+    found["memory"] = {key: memory.get(key) for key in _MEMORY_KEYS}
+    if found["fits"] != "no" and not found["step_seconds"]:
+        found["problem"] = "the script made no optimizer step"
+    return found
+
+
+# ----------------------------------------------------------------------------
+# Over calls of a function
+
+
+class Job(NamedTuple):
+    """What candidates have in common.
+
+    Attributes:
+        build: Is called with the values of each.
+        named: Objects among the values, by their names.
+        gpu: The device.
+        network: Between nodes.
+        world: The ranks, and the one that is told of.
+        work: Items of a step, by candidate; None: model FLOPs count.
+    """
+
+    build: Callable[..., object]
+    named: Mapping[str, Mapping[str, object]]
+    gpu: Hardware
+    network: Hardware
+    world: World
+    work: Mapping[tuple[object, ...], float] | None
+
+    def values(self, candidate: Candidate) -> dict[str, Any]:
+        """What ``build`` is called with."""
+        return {
+            name: self.named[name][str(value)] if name in self.named else value
+            for name, value in candidate.values.items()
+        }
+
+
 def search(  # noqa: PLR0913
     build: Callable[..., object],
-    space: Mapping[str, Sequence[Value]],
+    space: Mapping[str, Sequence[Value] | Mapping[str, object]],
     *,
     gpu: str,
     world_size: int = 1,
+    rank: int = 0,
     gpus_per_node: int = GPUS_PER_NODE,
     rank_order: Sequence[str | int] = (),
     network: str = "ib-ndr400",
@@ -58,15 +151,19 @@ def search(  # noqa: PLR0913
     work: Callable[..., float] | None = None,
     repeat: str = "",
     jobs: int | None = None,
+    progress: Progress = lambda outcome, done, total: None,
 ) -> SearchResult:
     """Rehearse ``build(**values)`` for every combination of values, and rank them.
 
     Args:
-        build: Makes the model and runs two training steps or more, as a script would. A
-            function of a module: each candidate runs in a process of its own.
-        space: Values by the name of build's argument.
+        build: Trains, as a script would: makes process groups and the model, and runs two
+            steps or more, of which those after the second are not made. A function of a
+            module: each candidate runs in a process of its own.
+        space: Values by the name of build's argument: numbers, texts, truth values and
+            None as a list; other objects, such as plans, with a name each, as a dict.
         gpu: By name, or a TOML file.
-        world_size: Ranks.
+        world_size: Ranks. Of a pipeline, those that ``rank`` waits for are rehearsed too.
+        rank: The one that is told of.
         gpus_per_node: Ranks of a node.
         rank_order: The host of each rank, where they do not fill nodes in their order.
         network: Between nodes, by name or a TOML file.
@@ -76,54 +173,214 @@ def search(  # noqa: PLR0913
             two and four of them, and the difference is extended; the best candidate is
             also rehearsed whole, and the result has a note of how far that is off.
         jobs: Processes at a time; None: one for each core.
+        progress: Is told every outcome, how many there are by then, and of how many.
 
     Raises:
-        UsageError: ``build`` cannot be sent to another process, or the space is empty.
+        UsageError: Build or values cannot be sent to another process, a value needs a
+            name, there is no such argument or rank, or the space is empty.
     """
-    try:
-        pickle.dumps(build)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        raise UsageError(
-            f"search(): {build!r} cannot be sent to another process: define it at the top "
-            "of a module."
-        ) from None
-    if repeat and repeat not in space:
-        names = ", ".join(space)
-        raise UsageError(
-            f"search(): repeat={repeat!r} is no argument: there are {names}."
-        )
+    labels, named = _labels(space)
+    for what, sent in (
+        ("build", build),
+        *((f"space[{n!r}]", o) for n, o in named.items()),
+    ):
+        _check_sent(what, sent)
+    _check_arguments(build, labels, repeat)
+    if not 0 <= rank < world_size:
+        raise UsageError(f"search(): rank={rank}: it must be 0 to {world_size - 1}.")
     nodes = Nodes(gpus_per_node)
     if rank_order:
         what = "search(): rank_order"
         nodes = nodes_by_host(rank_order, world_size, gpus_per_node, what)
-    spanned = Space(dict_of_tuples(space), {}, ())
+    spanned = Space(labels, {}, ())
+    device, between = load_gpu(gpu), load_network(network)
+    job = Job(build, named, device, between, World(world_size, rank, nodes), None)
     points = [
         candidate
         for candidate in spanned.candidates()
-        if where is None or where(**candidate.values)
+        if where is None or where(**job.values(candidate))
     ]
     if not points:
         raise UsageError("search(): no combination of the space passes where().")
-    predict = partial(
-        predict_call,
-        build=build,
-        gpu=load_gpu(gpu),
-        network=load_network(network),
-        world=World(world_size, 0, nodes),
-    )
 
     def items(outcome: Outcome) -> float:
-        values = outcome.candidate.values
-        return float(
-            work(**values) if work else outcome.prediction.get("model_flops") or 0
-        )
+        if work is None:
+            return float(outcome.prediction.get("model_flops") or 0)
+        return float(work(**job.values(outcome.candidate)))
 
     def run(some: Sequence[Candidate]) -> list[Outcome]:
-        return list(run_candidates(some, predict, jobs=jobs, work=items))
+        known = None if work is None else {key(c): items(Outcome(c)) for c in some}
+        predict = partial(predict_call, job=job._replace(work=known))
+        bounded = None if repeat else items
+        return list(
+            run_candidates(some, predict, jobs=jobs, progress=progress, work=bounded)
+        )
 
     unit = "item" if work else "TFLOP"
     blocks = Repeated(repeat, spanned) if repeat else None
-    return explore(points, run, items, unit, blocks)
+    result = explore(points, run, items, unit, blocks)
+    name = getattr(build, "__qualname__", repr(build))
+    result.asked = Asked(
+        command=f"search({name}, ...)",
+        script=f"{getattr(build, '__module__', '')}.{name}",
+        world_size=world_size,
+        gpu=gpu,
+        rank=rank,
+        gpus_per_node=gpus_per_node,
+        nodes=nodes.order,
+        network=network,
+        device_bytes=device.nbytes("total"),
+        of=partial(_call_text, name),
+    )
+    return result
+
+
+def _labels(
+    space: Mapping[str, Sequence[Value] | Mapping[str, object]],
+) -> tuple[dict[str, tuple[Value, ...]], dict[str, dict[str, object]]]:
+    """Values as they are told, and the objects among them by their names."""
+    labels: dict[str, tuple[Value, ...]] = {}
+    named: dict[str, dict[str, object]] = {}
+    for argument, values in space.items():
+        labels[argument] = tuple(values)
+        if isinstance(values, Mapping):
+            named[argument] = dict(values)
+        for value in labels[argument]:
+            if not isinstance(value, int | float | str | None):
+                raise UsageError(
+                    f"search(): space[{argument!r}] has a {type(value).__name__}: give "
+                    f"such values names, as in {{{argument!r}: {{'name': value, ...}}}}."
+                )
+    return labels, named
+
+
+def _check_sent(what: str, sent: object) -> None:
+    try:
+        pickle.dumps(sent)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"search(): {what} cannot be sent to another process: {error}. Define "
+            "functions and classes at the top of a module, or let build make the object."
+        ) from None
+
+
+def _check_arguments(
+    build: Callable[..., object], labels: Mapping[str, object], repeat: str
+) -> None:
+    """Refuse what no call would take, before any process is started."""
+    main = getattr(sys.modules["__main__"], "__file__", "")
+    if (
+        getattr(build, "__module__", "") == "__main__"
+        and not Path(main or "").is_file()
+    ):
+        raise UsageError(
+            "search(): build is defined in a session that no other process can import: "
+            "write it into a file, and import it from there."
+        )
+    if repeat and repeat not in labels:
+        names = ", ".join(labels)
+        raise UsageError(
+            f"search(): repeat={repeat!r} is no argument: there are {names}."
+        )
+    try:
+        inspect.signature(build).bind(**labels)
+    except TypeError as error:
+        raise UsageError(
+            f"search(): build cannot be called with {', '.join(labels)}: {error}."
+        ) from None
+
+
+def _call_text(name: str, candidate: Candidate) -> str:
+    told = ", ".join(f"{name}={value!r}" for name, value in candidate.values.items())
+    return f"{name}({told})"
+
+
+def predict_call(candidate: Candidate, *, job: Job) -> Answer:
+    """In a process of its own: rehearse one call, and predict it."""
+    settings = AllocatorSettings.of_environment()
+    bounds = Bounds(job.gpu, settings)
+    if best := best_rate():
+        if job.work is None:
+            bounds.flops_rate = best
+        else:
+            bounds.seconds = job.work[key(candidate)] / best
+    call = partial(job.build, **job.values(candidate))
+    world = job.world
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        work = partial(_as_another, call, job, folder)
+        several = world.size > 1
+        with Forks.of_this_process(folder, work) if several else Forks(folder) as forks:
+            others = OtherRanks(world.rank, forks, at_once=1)
+            mode = CommDebugMode()
+            recording = rehearse_call(
+                call,
+                job.gpu,
+                world,
+                network=job.network,
+                others=others,
+                bounds=bounds,
+                mode=mode,
+            )
+            if bounds.slower:
+                return {"problem": bounds.slower}
+            met = None if bounds.is_reached else others
+            told = answer(recording, met, job.gpu, job.network, settings)
+            return kept(told.as_json(ledger_to_dict(mode.ledger), brief=True))
+
+
+def _as_another(
+    call: Callable[[], object], job: Job, folder: Path, question: Question
+) -> str:
+    """In a fork: rehearse a rank that another one waits for."""
+    world = replace(job.world, rank=question.rank)
+    others = OtherRanks(question.rank, Forks(folder), question)
+    others.answer(
+        rehearse_call(call, job.gpu, world, network=job.network, others=others)
+    )
+    return ""
+
+
+def rehearse_call(
+    call: Callable[[], object],
+    gpu: Hardware,
+    world: World,
+    *,
+    network: Hardware | None = None,
+    others: OtherRanks | None = None,
+    bounds: Bounds | None = None,
+    mode: CommDebugMode | None = None,
+) -> Recording:
+    """What a call does as one rank, in this process, until two steps are recorded.
+
+    Args:
+        call: Trains.
+        gpu: The device.
+        world: The ranks, and the one that is played.
+        network: Between nodes; None: the one that is taken where nobody names one.
+        others: Rehearse the ranks that it waits for; None: asking for one is refused.
+        bounds: Behind which it need not go on.
+        mode: Takes what it sends.
+    """
+    network = network or load_network(DEFAULT_NETWORK)
+    mode = mode or CommDebugMode()
+    recording = Recording(world.size, world.rank, world.nodes)
+    device = rehearsed_gpu(gpu, network, world)
+    memory = LiveMemory(recording, gpu, AllocatorSettings.of_environment())
+    window = StepWindow(mode, skip=1, steps=1, rehearsed=recording)
+    if bounds is not None:
+        window.after_first_step = partial(bounds.look, recording)
+    stage = rehearsal(recording, world, device, memory, others)
+    try:
+        with mode, window, stage as recorder:
+            recorder.elapsed = LiveClock(recording, gpu, network).elapsed
+            call()
+    except EndOfWindow:
+        pass
+    except Exception as error:
+        if not is_after_window(error):
+            raise
+    return recording
 
 
 def explore(
@@ -167,49 +424,6 @@ def explore(
         result = rank(outcomes, unit)
     result.notes.extend(notes)
     return result
-
-
-def dict_of_tuples(
-    space: Mapping[str, Sequence[Value]],
-) -> dict[str, tuple[Value, ...]]:
-    """The same space, that nobody changes."""
-    return {name: tuple(values) for name, values in space.items()}
-
-
-def predict_call(
-    candidate: Candidate,
-    *,
-    build: Callable[..., object],
-    gpu: Hardware,
-    network: Hardware,
-    world: World,
-) -> Answer:
-    """Rehearse one call in this process, and predict its memory and time."""
-    settings = _settings()
-    recording = rehearse_call(partial(build, **candidate.values), gpu, world)
-    account = count_memory(recording, gpu, settings)
-    timed = predict_time(recording, gpu, network)
-    return {
-        **timed.as_json(timeline=False),
-        "fits": account.fits.value,
-        "memory": account.as_json(),
-        "notes": [*recording.notes, *timed.notes()],
-    }
-
-
-def rehearse_call(call: Callable[[], object], gpu: Hardware, world: World) -> Recording:
-    """What a call does as one rank, in this process."""
-    recording = Recording(world.size, world.rank, world.nodes)
-    major, _, minor = gpu.compute_capability.partition(".")
-    device = Gpu(gpu.title, gpu.nbytes("total"), (int(major or 9), int(minor or 0)))
-    memory = LiveMemory(recording, gpu, _settings())
-    with rehearsal(recording, world, device, memory):
-        call()
-    return recording
-
-
-def _settings() -> AllocatorSettings:
-    return AllocatorSettings.parse(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
 def work_of(
@@ -305,33 +519,10 @@ def _outcome(candidate: Candidate, future: Future[Answer]) -> Outcome:
 
 
 def _quietly(predict: Predict, candidate: Candidate) -> Answer:
-    """In a process of its own: what the script prints is only told when it fails."""
+    """In a process of its own: what the script prints is not told."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    output = io.StringIO()
-    with (
-        _silent_descriptors(),
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(output),
-    ):
+    with quiet():
         try:
             return predict(candidate)
         except BaseException as error:
-            text = str(error).strip().splitlines()
-            reason = f"{type(error).__name__}: {text[0] if text else ''}"
-            return {"problem": reason}
-
-
-@contextlib.contextmanager
-def _silent_descriptors() -> Iterator[None]:
-    """Loggers that were made before, and C++, write to the descriptors themselves."""
-    kept = [os.dup(number) for number in (1, 2)]
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        for number in (1, 2):
-            os.dup2(nowhere, number)
-        yield
-    finally:
-        for number, before in zip((1, 2), kept, strict=True):
-            os.dup2(before, number)
-            os.close(before)
-        os.close(nowhere)
+            return {"problem": short(error)}

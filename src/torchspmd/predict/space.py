@@ -11,7 +11,7 @@ from torchspmd.errors import UsageError
 
 __all__ = ["Candidate", "Expression", "Space", "argument_name", "read_space"]
 
-Value: TypeAlias = int | float | str
+Value: TypeAlias = int | float | str | None
 
 
 class Candidate(NamedTuple):

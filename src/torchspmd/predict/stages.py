@@ -7,7 +7,7 @@ much from stage to stage. A third one, far from them, is rehearsed too: where it
 exactly what follows from the first two, nothing does.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,12 +24,13 @@ from torchspmd.rehearse.recording import (
     EventRecord,
     EventWait,
     Op,
+    Phase,
     Recording,
     Synchronize,
     Wait,
 )
 
-__all__ = ["StagesDifferError", "fill_in", "to_rehearse"]
+__all__ = ["StagesDifferError", "doubled", "fill_in", "to_rehearse"]
 
 _LONGEST = 32  # pieces that repeat together
 
@@ -84,6 +85,33 @@ def fill_in(
     ]
 
 
+def doubled(programs: Sequence[Program], figures: Figures) -> list[Program]:
+    """The same steps with twice as many micro-batches; [] where that cannot be told.
+
+    What stages repeat, one pass forward and one backward, is repeated so often that they
+    send and receive twice as much. One of them must be seen to repeat it: where all passes
+    forward come first, more of them would be another schedule.
+    """
+    order = sorted(each.recording.rank for each in programs)
+    alphabet = _Alphabet(order)
+    stages = [order.index(program.recording.rank) for program in programs]
+    words = list(map(alphabet.read, programs, stages))
+    rounds = [alphabet.round_of(word) for word in words]
+    if not all(rounds) or max(times for _, _, times, _ in filter(None, rounds)) < 2:
+        return []
+    return [
+        alphabet.write(
+            [*word[:end], *letters * more, *word[end:]],
+            stage,
+            program.recording,
+            figures,
+        )
+        for program, stage, word, (end, letters, _, more) in zip(
+            programs, stages, words, filter(None, rounds), strict=True
+        )
+    ]
+
+
 # ----------------------------------------------------------------------------
 # Words: a step as a sequence of pieces, each from one send or receive to the next
 
@@ -104,12 +132,57 @@ class _Piece:
         costs: Of operators, by the place of the item.
         waits: What each wait is for, by the place of the item.
         stage: Where it was seen.
+        messages: How often it sends to each rank, and receives.
+        phases: Of its operators.
     """
 
     items: tuple[Item, ...]
     costs: Mapping[int, Cost]
     waits: Mapping[int, _Back]
     stage: int
+    messages: Counter[tuple[str, int]]
+    phases: frozenset[Phase]
+
+
+def _piece(
+    items: tuple[Item, ...],
+    costs: Mapping[int, Cost],
+    waits: Mapping[int, _Back],
+    stage: int,
+) -> _Piece:
+    events = [item.event for item in items]
+    messages = Counter(
+        (event.kind, event.peer)
+        for event in events
+        if isinstance(event, Comm) and event.peer >= 0
+    )
+    phases = frozenset(event.site.phase for event in events if isinstance(event, Op))
+    return _Piece(items, costs, waits, stage, messages, phases)
+
+
+class _Round(NamedTuple):
+    """What a stage repeats for each micro-batch.
+
+    Attributes:
+        end: Where in the word it does so no more.
+        letters: Of one round.
+        times: How often, in a row.
+        more: How many rounds make all that the word sends and receives.
+    """
+
+    end: int
+    letters: tuple[int, ...]
+    times: int
+    more: int
+
+
+def _multiple(every: Counter[tuple[str, int]], some: Counter[tuple[str, int]]) -> int:
+    """How many times the one is the other; 0 where it is no multiple."""
+    if not every or every.keys() != some.keys():
+        return 0
+    key = next(iter(some))
+    times = every[key] // some[key]
+    return times if all(every[key] == times * some[key] for key in every) else 0
 
 
 class _Alphabet:
@@ -135,7 +208,7 @@ class _Alphabet:
                 what.append((self._what(item, program, stage), back))
             letter = self._letters.setdefault(tuple(what), len(self._pieces))
             if letter == len(self._pieces):
-                self._pieces.append(_Piece(items, program.costs, waits, stage))
+                self._pieces.append(_piece(items, program.costs, waits, stage))
             word.append(letter)
         return word
 
@@ -170,6 +243,32 @@ class _Alphabet:
     def _is_between_stages(self, comm: Comm, stage: int) -> bool:
         mine = self.ranks[stage]
         return any(rank in self._stages for rank in comm.ranks if rank != mine)
+
+    def round_of(self, word: Sequence[int]) -> _Round | None:
+        """The fewest passes that the word repeats; those it repeats most often, or last."""
+        every = self._messages(word)
+        found: _Round | None = None
+        for start in range(len(word)):
+            for length in range(1, min(_LONGEST, len(word) - start) + 1):
+                letters = tuple(word[start : start + length])
+                more = _multiple(every, self._messages(letters))
+                if not more or not self._goes_both_ways(letters):
+                    continue
+                end = _repeated(word, start, letters)
+                times = (end - start) // length
+                if found is None or (more, times) >= (found.more, found.times):
+                    found = _Round(end, letters, times, more)
+                break  # longer ones are several rounds
+        return found
+
+    def _messages(self, word: Sequence[int]) -> Counter[tuple[str, int]]:
+        """How often it sends to each stage, and receives."""
+        return sum((self._pieces[letter].messages for letter in word), Counter())
+
+    def _goes_both_ways(self, word: Sequence[int]) -> bool:
+        """Whether it computes forward and backward."""
+        phases = set[Phase]().union(*(self._pieces[letter].phases for letter in word))
+        return {Phase.FORWARD, Phase.BACKWARD} <= phases
 
     def write(
         self, word: Sequence[int], stage: int, like: Recording, figures: Figures

@@ -1,19 +1,16 @@
-"""The modules, the mesh and the ledger of a prediction file, from a recording."""
+"""The modules and the mesh of a prediction file, from a recording."""
 
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from torchspmd.comm import CommEvent, Group, Ledger, ledger_to_dict
-from torchspmd.comm import Phase as CommPhase
-from torchspmd.comm.event import GLOBAL
 from torchspmd.comm.kinds import Kind
 from torchspmd.comm.measure import wire_bytes
 from torchspmd.predict.memory import MemoryAccount
 from torchspmd.predict.prediction import TimePrediction
 from torchspmd.rehearse.recording import Category, Comm, Phase, Recording
 
-__all__ = ["ledger_json", "mesh_json", "modules_json"]
+__all__ = ["mesh_json", "modules_json"]
 
 _KEYS = {
     Category.PARAMETER.value: "parameter_bytes",
@@ -119,32 +116,3 @@ def mesh_json(recording: Recording) -> dict[str, Any]:
             for name, ranks in recording.groups.items()
         ],
     }
-
-
-def ledger_json(recording: Recording) -> dict[str, Any]:
-    """What the last step communicates, as ``torchspmd trace --out`` writes it.
-
-    Sums without single events, which the timeline has. What is sent outside of forward,
-    backward and optimizer counts as forward, as in a trace.
-    """
-    ledger = Ledger(max_events=0)
-    last = max(recording.steps - 1, 0)
-    for event in recording.events:
-        if not isinstance(event, Comm) or event.site.step != last:
-            continue
-        kind, phase = Kind(event.kind), event.site.phase
-        outside = phase in (Phase.INIT, Phase.OTHER)
-        ledger.append(
-            CommEvent(
-                kind,
-                event.op,
-                event.dtype,
-                event.inputs[0].shape if len(event.inputs) == 1 else (),
-                event.payload_bytes,
-                wire_bytes(kind, event.payload_bytes, len(event.ranks)),
-                Group(event.group, event.ranks, event.axis),
-                CommPhase.FORWARD if outside else CommPhase(phase.value),
-                event.site.module or GLOBAL,
-            )
-        )
-    return ledger_to_dict(ledger)

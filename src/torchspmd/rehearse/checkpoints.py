@@ -3,16 +3,20 @@
 import contextlib
 import importlib
 import importlib.util
+import io
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchspmd.rehearse.place import read_place
 from torchspmd.rehearse.values import Values
@@ -26,7 +30,20 @@ def checkpoints_skipped(values: Values) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, function in _replacements(values):
             stack.enter_context(mock.patch.object(module, name, function))
+        hook = register_optimizer_step_post_hook(
+            lambda *args: _replace_savers(stack)  # by now, a trainer is imported
+        )
+        stack.callback(hook.remove)
         yield
+
+
+def _replace_savers(stack: contextlib.ExitStack) -> None:
+    """Of Lightning, which saves into a buffer, and writes that into a file."""
+    for name, module in list(sys.modules.items()):
+        plain = vars(module).get("_atomic_save") if name.startswith("light") else None
+        if plain is not None and not isinstance(plain, partial):
+            save = partial(torch.save)  # as it is replaced here
+            stack.enter_context(mock.patch.object(module, "_atomic_save", save))
 
 
 def _replacements(values: Values) -> Iterator[tuple[Any, str, Any]]:
@@ -41,8 +58,10 @@ def _replacements(values: Values) -> Iterator[tuple[Any, str, Any]]:
         if isinstance(f, str | os.PathLike):
             save()
             unwritten.add(_path(f))
-        else:  # a buffer in memory, which the script reads again
+        elif isinstance(f, io.BytesIO):  # which the script reads again
             plain_save(obj, f, *args, **kwargs)
+        else:
+            save()
 
     def save_soon(*args: Any, **kwargs: Any) -> Future[None]:
         save()

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -9,7 +10,6 @@ from unittest import mock
 
 import torch
 import torch.cuda
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data._utils import pin_memory
 
 from torchspmd import _torch
@@ -98,10 +98,16 @@ class _Device:
         self.stream_class = type("Stream", (_Stream,), {"owner": self})
         self.event_class = type("Event", (_Event,), {"owner": self})
         self.default = self.stream_class(number=0)
-        self.current = self.default
+        self._current = threading.local()
+
+    @property
+    def current(self) -> "_Stream":
+        """Of the thread that asks."""
+        stream: _Stream = getattr(self._current, "stream", self.default)
+        return stream
 
     def switch(self, stream: "_Stream") -> None:
-        self.current = stream
+        self._current.stream = stream
         self.recorder.stream = stream.number
 
     def append(self, event: EventRecord | EventWait | StreamWait) -> None:
@@ -245,7 +251,6 @@ def _names(
     yield torch.profiler, {"profile": _profile_class(device)}
     yield torch, {"Generator": _generator_class(device.shown)}
     yield torch, {"set_default_tensor_type": _default_tensor_type()}
-    yield FullyShardedDataParallel, {"__init__": _fsdp1()}
     accelerator: Any = getattr(torch, "accelerator", None)
     if accelerator is not None:
         replaced = _accelerator(device, everything)
@@ -573,24 +578,6 @@ def _scatter(
         _torch.map_tensors(lambda each: each.to(place), (inputs,)),
         _torch.map_tensors(lambda each: each.to(place), (kwargs,)),
     )
-
-
-def _fsdp1() -> Callable[..., None]:
-    plain: Any = FullyShardedDataParallel.__init__
-
-    @functools.wraps(plain)
-    def init(wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
-        on_cpu = kwargs.get("device_id") == torch.device("cpu")
-        if not on_cpu and not kwargs.get("use_orig_params"):
-            raise UsageError(
-                "FullyShardedDataParallel cannot be rehearsed with use_orig_params=False, "
-                "its default. Pass use_orig_params=True; or use "
-                "torch.distributed.fsdp.fully_shard, which shards the same parameters; or "
-                "trace the script without --fake, on the CPU."
-            )
-        plain(wrapper, *args, **kwargs)
-
-    return init
 
 
 def _accelerator(device: _Device, cuda: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Storages are followed by weak references: one is freed when the last tensor that
 goes away, as on a real device.
 """
 
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -99,6 +100,12 @@ class _Facts:
     one_dtype: tuple[int, ...]  # arguments that must have the same
 
 
+class _Current(threading.local):
+    """What each thread has of its own."""
+
+    stream = 0
+
+
 class Recorder:
     """Fills a recording while a script runs; between ``start`` and ``stop``.
 
@@ -119,7 +126,8 @@ class Recorder:
         self._opened: list[Closed | None] = []  # by the module calls under way
         # Predicted milliseconds between two events, by their numbers.
         self.elapsed: Callable[[int, int], float] | None = None
-        self.stream = 0  # the current one
+        self._current = _Current()
+        self._thread = threading.get_ident()  # that trains, as far as is known
         self.is_capturing = False  # whether a CUDA graph is being captured
         self.region: int | None = None  # of torch.compile, while one runs
         self.last_comm = -1  # number of the last communication
@@ -163,6 +171,20 @@ class Recorder:
         self._node: int | None = None  # of autograd, by its number
         self._exits: list[Callable[[], None]] = []
         self._older_meshes: list[Any] = []
+
+    @property
+    def stream(self) -> int:
+        """The current one, of the thread that asks."""
+        return self._current.stream
+
+    @stream.setter
+    def stream(self, number: int) -> None:
+        self._current.stream = number
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether this is not the thread that trains, which goes on meanwhile."""
+        return threading.get_ident() != self._thread
 
     # --- operators --------------------------------------------------------------------
 
@@ -234,7 +256,7 @@ class Recorder:
             region,
             self._way(region),
             facts.views,
-            self.calls.take(),
+            0 if self.is_beside else self.calls.take(),
             self._new_node() if site.phase is Phase.BACKWARD else Node.NONE,
         )
         self.from_dtensor = False
@@ -315,6 +337,8 @@ class Recorder:
 
     def _way(self, region: int | None) -> str:
         """How the host got to an operator."""
+        if self.is_beside:
+            return "thread"
         if region in self._replayed:
             return "replay"
         if self._num_programs:
@@ -731,7 +755,8 @@ class Recorder:
                 "the capture what reads a value, synchronizes, or copies from the host "
                 "without pinned memory and non_blocking=True."
             )
-        self._events.append(Synchronize(stream, event, reason))
+        if not self.is_beside:
+            self._events.append(Synchronize(stream, event, reason))
 
     def skip(self, text: str) -> None:
         """Say, once, that something was not done."""
@@ -972,6 +997,8 @@ class Recorder:
 
     def enter(self, module: nn.Module) -> None:
         """A module's call begins."""
+        if self.is_beside:
+            return
         in_backward = _torch.graph_task() != -1  # which computes something again
         is_eager = self.region is None and not self._num_programs
         self._opened.append(self.calls.open() if in_backward and is_eager else None)
@@ -991,6 +1018,8 @@ class Recorder:
 
     def leave(self) -> None:
         """A module's call ends."""
+        if self.is_beside:
+            return
         opened = self._opened.pop()
         if opened is not None:
             self.calls.close(opened)
@@ -1086,6 +1115,7 @@ class Recorder:
 
     def end_step(self, *optimizers: Optimizer) -> None:
         """Optimizers have made a step: one that follows at once moves the mark."""
+        self._thread = threading.get_ident()
         if self._rounds.after(*optimizers) is Turn.WITHIN:
             return
         if self._last_end is not None:

@@ -150,9 +150,10 @@ class Op(NamedTuple):
         stream: The stream that was current.
         site: Module, phase, step and line.
         region: Number of the ``torch.compile`` region that it is fused into; None: eager.
-        through: How the host got to it: ``eager``, ``dtensor``, or of a compiled step
-            ``program`` (generated Python) or ``compiled`` (code of Inductor); ``graph``
-            where a CUDA graph is replayed, ``replay`` of a region that is one.
+        through: How the host got to it: ``eager``, ``dtensor``, ``thread``
+            (beside the main one), or of a compiled step ``program`` (generated Python) or
+            ``compiled`` (code of Inductor); ``graph`` where a CUDA graph is replayed,
+            ``replay`` of a region that is one.
         views: Whether it launches nothing: its results are views of its arguments.
         calls: Python calls of the script and its modules since the operator before.
         node: Which node of autograd begins with it, in backward: none, one of an

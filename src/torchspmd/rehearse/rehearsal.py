@@ -16,6 +16,7 @@ from torchspmd.rehearse.place import Maker, is_called_by_torch, read_place
 from torchspmd.rehearse.python_calls import PythonCalls
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
+from torchspmd.rehearse.threads import threads_take_part
 from torchspmd.rehearse.values import Values
 from torchspmd.rehearse.workspaces import Processor
 from torchspmd.rehearse.world import Mail, NoMail, World, fake_ranks
@@ -78,6 +79,7 @@ def rehearsal(
         enter(_torch.fused_updates_without_values())
         enter(_torch.fake_device(mode, shown, recorder.on_resize))
         enter(_torch.after_each_backward(recorder.wait_for_all))
+        enter(threads_take_part(mode, shown, values))
         recorder.start()
         stack.callback(recorder.stop)
         yield recorder

@@ -19,8 +19,10 @@ from torchspmd.errors import UsageError
 from torchspmd.rehearse.nodes import Nodes
 from torchspmd.rehearse.place import is_called_by_user
 from torchspmd.rehearse.recorder import Recorder
+from torchspmd.rehearse.store import OneRankStore
 
 __all__ = [
+    "EndOfWindow",
     "Mail",
     "NoMail",
     "World",
@@ -66,6 +68,13 @@ class World:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
         }
+
+
+class EndOfWindow(BaseException):
+    """Ends the script: all that was asked for is recorded, or sent.
+
+    Not an ``Exception``, so that the script's own error handling lets it pass.
+    """
 
 
 class Mail(Protocol):
@@ -127,6 +136,10 @@ def fake_groups(world: World) -> Iterator[None]:
 
 
 def _groups(world: World) -> Iterator[tuple[Any, str, Any]]:
+    store = OneRankStore(world.rank, world.size)
+    _torch.fake_store()  # registers the backend
+    for name in ("TCPStore", "FileStore", "HashStore"):
+        yield dist, name, lambda *args, **kwargs: store
     plain_start, plain_new = dist.init_process_group, dist.new_group
     asked = "nccl"  # the backend, as far as the script knows
     asked_of: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
@@ -138,7 +151,7 @@ def _groups(world: World) -> Iterator[tuple[Any, str, Any]]:
         if not dist.is_initialized():
             plain_start(
                 "fake",
-                store=_torch.fake_store(),
+                store=store,
                 rank=world.rank,
                 world_size=world.size,
             )

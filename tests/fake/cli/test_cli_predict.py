@@ -532,6 +532,35 @@ def test_how_long_it_is_waited_for_is_a_count(
     """Of steps and operators: a slow machine makes as many steps as a quick one."""
     path = tmp_path / "critic.py"
     path.write_text(CRITIC + "    print('a whole iteration')\n")
-    monkeypatch.setattr("torchspmd._cli.script._MOST_OPERATORS", most_operators)
+    monkeypatch.setattr("torchspmd.rehearse.window._MOST_OPERATORS", most_operators)
     assert predict(path, "--brief", arguments=("idle",)) == 0
     assert capsys.readouterr().out.count("a whole iteration") == iterations
+
+
+THREAD = """
+import threading
+import torch
+from torch import nn
+
+def train():
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    while True:
+        model(torch.ones(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_script_may_train_in_a_thread(tmp_path, capsys):
+    path, out = tmp_path / "train.py", tmp_path / "out.json"
+    path.write_text(THREAD)
+    assert main(["predict", str(path), "--gpu", "h100", "--json", str(out)]) == 0
+    prediction = json.loads(out.read_text())
+    assert prediction["steps"] == 2
+    assert prediction["step_seconds"] > 0
+    assert [each["path"] for each in prediction["modules"]] == ["Linear"]

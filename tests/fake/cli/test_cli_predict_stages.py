@@ -1,17 +1,19 @@
 """A rehearsed rank that needs others: shapes from the stage before, times of all stages."""
 
-import argparse
 import json
+import os
 import pickle
-import subprocess
+import sys
+import time
 
 import pytest
 
 from torchspmd._cli import main
-from torchspmd._cli.other_ranks import OtherRanks
-from torchspmd._cli.script import EndOfWindow
 from torchspmd.errors import UsageError
+from torchspmd.predict.forks import Forks
+from torchspmd.predict.other_ranks import OtherRanks, Question
 from torchspmd.rehearse.recording import Comm, Phase, Recording, Site
+from torchspmd.rehearse.world import EndOfWindow
 
 SCRIPT = """
 import os, torch, torch.distributed as dist
@@ -70,27 +72,19 @@ def test_the_stage_that_needs_the_most_memory_decides(tmp_path, capsys):
     )
 
 
-def test_a_rank_that_was_asked_for_objects_leaves_no_recording(tmp_path, monkeypatch):
-    asked(monkeypatch, tmp_path, [2], 1)
-    OtherRanks(options(), "").answer(Recording(4, 1))
+def test_a_rank_that_was_asked_for_objects_leaves_no_recording(tmp_path):
+    asked(tmp_path, [2], 1).answer(Recording(4, 1))
     assert not list(tmp_path.iterdir())
-    asked(monkeypatch, tmp_path, [2], 0)
-    OtherRanks(options(), "").answer(Recording(4, 1))
+    asked(tmp_path, [2], 0).answer(Recording(4, 1))
     assert [each.name for each in tmp_path.iterdir()] == ["recording-1.pickle"]
 
 
-def options(rank=1):
-    return argparse.Namespace(rank=rank, script="train.py", arguments=[])
+def asked(folder, asking, objects, rank=1):
+    return OtherRanks(rank, Forks(folder), Question(rank, tuple(asking), objects))
 
 
-def asked(monkeypatch, folder, asking, objects):
-    question = {"folder": str(folder), "asking": asking, "objects": objects}
-    monkeypatch.setenv("TORCHSPMD_ASKED_RANK", json.dumps(question))
-
-
-def test_an_asked_rank_ends_when_it_has_sent_what_was_asked_for(tmp_path, monkeypatch):
-    asked(monkeypatch, tmp_path, [2], 2)
-    others = OtherRanks(options(), "")
+def test_an_asked_rank_ends_when_it_has_sent_what_was_asked_for(tmp_path):
+    others = asked(tmp_path, [2], 2)
     assert others.is_asked
     others.send(["elsewhere"], 0)
     others.send(["first"], 2)
@@ -98,35 +92,55 @@ def test_an_asked_rank_ends_when_it_has_sent_what_was_asked_for(tmp_path, monkey
         others.send(["second"], 2)
     messages = pickle.loads((tmp_path / "objects-1-2.pickle").read_bytes())
     assert messages == [["first"], ["second"]]
-    monkeypatch.delenv("TORCHSPMD_ASKED_RANK")
-    asked(monkeypatch, tmp_path, [5], 0)
-    receiver = OtherRanks(options(rank=2), "")
+    receiver = asked(tmp_path, [5], 0, rank=2)
     assert [receiver.receive(1), receiver.receive(1)] == [["first"], ["second"]]
 
 
-def test_ranks_that_wait_for_each_other(tmp_path, monkeypatch):
-    asked(monkeypatch, tmp_path, [0], 1)
+def test_ranks_that_wait_for_each_other(tmp_path):
     with pytest.raises(
         UsageError, match="wait for each other's objects: rank 1 of rank 0"
     ):
-        OtherRanks(options(), "").receive(0)
+        asked(tmp_path, [0], 1).receive(0)
 
 
-def test_objects_from_anybody():
+def test_objects_from_anybody(tmp_path):
     with pytest.raises(UsageError, match="name the rank that sends"):
-        OtherRanks(options(), "").receive(None)
+        OtherRanks(1, Forks(tmp_path)).receive(None)
 
 
-def test_a_rank_that_does_not_end(tmp_path, monkeypatch):
-    def never(command, **options):
-        raise subprocess.TimeoutExpired(command, options["timeout"])
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (lambda question: time.sleep(60), "was not rehearsed within 0.2 s. Does the"),
+        (lambda question: 1 / 0, "be rehearsed: ZeroDivisionError: division by zero"),
+        (lambda question: os._exit(9), "ended, perhaps for want of memory"),
+        (lambda question: f"no rank {question.rank}", "be rehearsed: no rank 0"),
+    ],
+)
+def test_a_rank_that_could_not_be_rehearsed(tmp_path, monkeypatch, work, said):
+    monkeypatch.setattr("torchspmd.predict.other_ranks._SECONDS", 0.2)
+    with Forks.of_this_process(tmp_path, work) as forks:
+        with pytest.raises(
+            UsageError, match="Rank 0, which rank 1 waits for,"
+        ) as error:
+            OtherRanks(1, forks).receive(0)
+    assert said in str(error.value)
 
-    given = {"world_size": 2, "gpu": "h100", "gpus_per_node": 8, "rank_order": "block"}
-    given |= {"steps": 1, "skip": 0, "module": False}
-    asking = argparse.Namespace(**vars(options()), **given)
-    monkeypatch.setattr(subprocess, "run", never)
-    with pytest.raises(UsageError, match="Rank 0, which rank 1 waits for, was not"):
-        OtherRanks(asking, str(tmp_path)).receive(0)
+
+def test_a_folder_may_have_a_long_name(tmp_path):
+    folder = tmp_path / ("of_a_job_" * 12)
+    folder.mkdir()
+    with Forks.of_this_process(folder, lambda question: f"rank {question}") as forks:
+        assert forks.ask(3, 60) == "rank 3"
+
+
+def test_a_process_that_cannot_start(tmp_path):
+    command = [sys.executable, "-c", "raise SystemExit('no torch here')"]
+    with Forks(tmp_path, command, dict(os.environ)) as forks:
+        with pytest.raises(
+            UsageError, match="other ranks did not start: no torch here"
+        ):
+            OtherRanks(1, forks).receive(0)
 
 
 def sends(rank, ranks, *peers):
@@ -167,7 +181,7 @@ def pipeline(folder, monkeypatch, rank, ranks):
         path.write_bytes(pickle.dumps(sends(other, ranks, *beside)))
 
     monkeypatch.setattr(OtherRanks, "_ask", ask)
-    return OtherRanks(options(rank), str(folder)), asked
+    return OtherRanks(rank, Forks(folder)), asked
 
 
 def test_few_stages_of_a_long_pipeline_are_rehearsed(tmp_path, monkeypatch):

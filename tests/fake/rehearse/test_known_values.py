@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchspmd import _torch
+
 
 def written_in_parts():
     table = torch.zeros(2, 3)
@@ -145,3 +147,16 @@ def test_a_grad_scaler_finds_no_infinity(rehearse):
         assert scaler.get_scale() == 65536.0
     assert recording.steps == 2
     assert recording.notes == []
+
+
+def test_data_that_is_replaced_brings_its_own_values(rehearse):
+    with rehearse():
+        tensor = torch.ones(4, device="cuda")
+        tensor.data = torch.zeros(4, device="cuda")
+        assert tensor.tolist() == [0, 0, 0, 0]
+        tensor.data = flat = torch.full((2,), 3.0, device="cuda")
+        assert tensor.tolist() == [3, 3]
+        flat.add_(1)
+        assert tensor.tolist() in ([4, 4], [1, 1])  # known, or not; never as before
+        tensor.data = torch.randn(2, device="cuda")
+        assert _torch.known_tensor(tensor) is None

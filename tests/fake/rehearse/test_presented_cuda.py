@@ -4,7 +4,12 @@ import copy
 import io
 import os
 import shutil
+import sys
+import threading
+import types
 import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,9 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FullStateDictConfig,
     FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
     fully_shard,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.modules._functions import SyncBatchNorm
@@ -26,8 +36,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from torchspmd.errors import UsageError
+from torchspmd.predict.figures import Figures
 from torchspmd.predict.hardware import load_gpu
 from torchspmd.predict.memory import count_memory
+from torchspmd.predict.operators import Pricer
+from torchspmd.predict.program import price_events
 from torchspmd.predict.traffic import recurrent_products
 from torchspmd.rehearse.recording import (
     Comm,
@@ -398,12 +411,68 @@ def test_several_gpus_of_one_process_are_refused(rehearse):
         nn.DataParallel(nn.Linear(4, 4).cuda())(torch.ones(2, 4))
 
 
-def test_flat_parameters_of_the_first_fsdp_are_refused_in_a_rehearsal(rehearse):
-    with (
-        rehearse(2),
-        pytest.raises(UsageError, match="Pass use_orig_params=True"),
-    ):
-        FullyShardedDataParallel(nn.Linear(2, 2).cuda())
+def test_ranks_meet_at_a_store(rehearse):
+    with rehearse(8, 3):
+        mine = dist.TCPStore("elsewhere", 29500, 8, is_master=False)
+        dist.init_process_group("nccl", store=mine, rank=3, world_size=8)
+        for store in (mine, dist.PrefixStore("run", mine)):
+            store.set("config", "a")
+            store.wait(["of_rank_0"])
+            assert store.get("config") == b"a"
+            assert store.add("arrived", 1) == 8  # so are all others
+            assert int(store.get("arrived")) == 8
+            assert store.compare_set("config", "a", "b") == b"b"
+            assert store.delete_key("config")
+            with pytest.raises(
+                UsageError, match="would set it, and only rank 3 is reh"
+            ):
+                store.get("config")
+    assert isinstance(dist.TCPStore, type)
+
+
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize(
+    ("words", "sent"),  # bytes of each parameter
+    [
+        ({}, {"all_gather": 4, "reduce_scatter": 4}),
+        (
+            {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})},  # gathered twice
+            {"all_gather": 8, "reduce_scatter": 4},
+        ),
+        (
+            {"mixed_precision": HALF, "device_id": 0},
+            {"all_gather": 2, "reduce_scatter": 4},
+        ),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, {"all_reduce": 4}),
+    ],
+)
+def test_parameters_of_the_first_fsdp(rehearse, use_orig_params, words, sent):
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(2)]
+    with rehearse(2) as recording:
+        dist.init_process_group("nccl")
+        model = FullyShardedDataParallel(
+            nn.Sequential(*layers).cuda(), use_orig_params=use_orig_params, **words
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(4, 64, device="cuda")).sum().backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        kind = StateDictType.FULL_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(model, kind, whole):
+            assert model.state_dict()["0.weight"].shape == (64, 64)
+    messages = Counter()
+    for event in recording.events:
+        if isinstance(event, Comm) and event.site.step == 1 and event.inputs[0].shape:
+            messages[event.kind] += event.payload_bytes  # and no norm
+    count = 2 * 64 * 64
+    assert messages == {kind: nbytes * count for kind, nbytes in sent.items()}
 
 
 @pytest.mark.parametrize("words", [{}, {"device_id": 0}])
@@ -1231,6 +1300,21 @@ def test_sparse_tensors_are_moved_and_multiplied(rehearse):
     assert not any(".mm." in name and name.startswith("aten") for name in names)
 
 
+def test_attention_of_rows_of_different_lengths_is_refused(rehearse):
+    with rehearse():
+        layer = nn.Linear(64, 192, dtype=torch.bfloat16, device="cuda")
+        rows = [torch.ones(n, 64, dtype=torch.bfloat16) for n in (2, 5)]
+        nested = torch.nested.nested_tensor(rows, layout=torch.jagged, device="cuda")
+        heads = [
+            part.unflatten(-1, [2, 32]).transpose(1, 2)
+            for part in layer(nested).chunk(3, -1)
+        ]
+        with pytest.raises(
+            UsageError, match="Use flex_attention with a mask of the row"
+        ):
+            F.scaled_dot_product_attention(*heads)
+
+
 def test_nested_tensors_are_as_long_as_their_rows(rehearse):
     with rehearse() as recording:
         rows = [torch.ones(length, 4) for length in (3, 5)]
@@ -1244,3 +1328,120 @@ def test_nested_tensors_are_as_long_as_their_rows(rehearse):
         if isinstance(event, Op) and event.name == "aten.linear.default"
     ]
     assert products == [(8, 4)]
+
+
+def copies(recording):
+    return [e for e in recording.events if isinstance(e, Op) and "copy" in e.name]
+
+
+def test_tensors_come_back_from_a_buffer_without_values(rehearse, tmp_path):
+    with rehearse():
+        model = nn.Linear(4, 3).cuda().bfloat16()
+        buffer = io.BytesIO()
+        torch.save({"model": model.state_dict(), "whole": model, "epoch": 3}, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        assert loaded["epoch"] == 3
+        weight, parameter = loaded["model"]["weight"], loaded["whole"].weight
+        assert (weight.shape, weight.dtype, weight.is_cuda) == (
+            (3, 4),
+            torch.bfloat16,
+            True,
+        )
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.requires_grad
+        assert not weight.requires_grad
+        again = io.BytesIO()
+        torch.save(model.state_dict(), again)
+        again.seek(0)
+        model.load_state_dict(torch.load(again))  # weights_only
+        with (tmp_path / "model.pt").open("wb") as file:
+            torch.save(model.state_dict(), file)
+    assert (tmp_path / "model.pt").read_bytes() == b""
+    buffer.seek(0)
+    with pytest.raises(
+        UsageError, match="written while a script was rehearsed: its ten"
+    ):
+        torch.load(buffer, weights_only=False)
+
+
+def test_a_shallow_copy_has_the_same_memory(rehearse):
+    with rehearse() as recording:
+        tensor = torch.ones(1024, device="cuda")
+        copied = copy.copy(tensor)
+        assert copied.shape == tensor.shape
+    assert len(recording.storages) == 1
+
+
+def test_a_trainer_that_saves_by_way_of_a_buffer_writes_no_file(
+    rehearse, tmp_path, monkeypatch
+):
+    saver = types.ModuleType("lightning.saver")
+
+    def _atomic_save(checkpoint, filepath):
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        filepath.write_bytes(buffer.getvalue())
+
+    saver._atomic_save = _atomic_save
+    monkeypatch.setitem(sys.modules, "lightning.saver", saver)
+    with rehearse() as recording:
+        weight = torch.ones(2, device="cuda", requires_grad=True)
+        optimizer = torch.optim.SGD([weight], 0.1)
+        weight.sum().backward()
+        optimizer.step()
+        saver._atomic_save({"weight": weight}, tmp_path / "last.ckpt")
+    assert not list(tmp_path.iterdir())
+    assert any("saves a checkpoint: skipped" in note for note in recording.notes)
+    assert saver._atomic_save is _atomic_save
+
+
+def test_a_thread_that_loads_batches_works_beside_the_one_that_trains(rehearse):
+    side = []
+
+    def load():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            side.append(torch.cuda.current_stream().stream_id)
+            return torch.ones(1024).pin_memory().cuda() + 1
+
+    with rehearse() as recording, ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load)
+        batch = loading.result()
+        assert batch.is_cuda
+        assert torch.cuda.current_stream().stream_id == 0
+        batch * 2
+    ops = [e for e in recording.events if isinstance(e, Op)]
+    assert [(op.stream, op.through) for op in ops] == [
+        (side[0], "thread"),
+        (side[0], "thread"),
+        (0, "eager"),
+    ]
+    # The host that trains does not wait for what another thread copies.
+    assert not any(isinstance(e, Synchronize) for e in recording.events)
+    assert [note[:21] for note in recording.notes] == ["Threads of the script"]
+    figures = Figures(load_gpu("h100"))
+    program = price_events(recording, Pricer(figures), range(len(recording.events)))
+    hosts = {i.event.through: i.host for i in program.items if isinstance(i.event, Op)}
+    assert hosts["thread"] == 0 < hosts["eager"]
+
+
+def test_threads_that_are_left_end_behind_the_rehearsal(rehearse):
+    went_on = threading.Event()
+
+    def load():
+        while True:
+            torch.ones(2).cuda()
+            went_on.set()
+
+    with rehearse():
+        thread = threading.Thread(target=load)
+        thread.start()
+        assert went_on.wait(10)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_errors_of_threads_are_the_scripts_own(rehearse):
+    with rehearse(), ThreadPoolExecutor(1) as pool:
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(lambda: 1 / 0).result()

@@ -62,7 +62,9 @@ def test_a_search_keeps_how_it_was_asked_and_what_was_predicted():
         script=Path("train.py"), world_size=64, rank=0, gpu="h100", network="ib-ndr400",
         gpus_per_node=8, nodes=Nodes(), words=["search", "train.py"], module=False,
     )  # fmt: skip
-    document = search._document(options, rank(outcomes, "item"))
+    result = rank(outcomes, "item")
+    result.asked = search._asked(options)
+    document = result.as_json()
     assert document["command"] == "torchspmd search train.py"
     good, failed = document["candidates"]
     assert good["command"].endswith("--gpus-per-node 8 -- --tp 2")

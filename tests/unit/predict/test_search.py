@@ -413,6 +413,39 @@ def test_a_table_has_what_tells_candidates_apart_in_eighty_columns():
     assert "Pareto" not in alone
 
 
+def long_names(*extra, value=4):
+    parts = {"exposed_seconds": 0.3, "host_seconds": 0.2}
+    rows = [outcome(2, 1.0 + n, 70 << 30, **parts) for n in (0, 1)]
+    for n, row in enumerate(rows):
+        names = ("gradient_accumulation_steps", "tensor_parallel_size", *extra)
+        row.candidate = Candidate(dict.fromkeys(names, f"{value}{n}"), ())
+    return describe_search(rank(rows, "TFLOP")).splitlines()
+
+
+def test_headings_of_long_arguments_are_broken():
+    lines = long_names()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("Best: gradient_accumulation_steps=40 tensor_par")
+    assert [line.split() for line in lines[2:6]] == [
+        ["gradient_"],
+        ["accumulation_", "tensor_"],
+        "steps parallel_size step TFLOP/s MFU memory exposed host".split(),
+        ["40", "40", "1.00", "s", "1e-12", "70.00", "GiB", "30%", "20%"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "value"),
+    [((), "configs/llama3_8b_long_context.toml"), (map(str, range(20)), 4)],
+)
+def test_arguments_without_room_stand_below_their_figures(extra, value):
+    lines = long_names(*extra, value=value)
+    assert max(map(len, lines)) <= 80
+    head = next(n for n, line in enumerate(lines) if line.split()[0] == "step")
+    assert lines[head].split()[-1] == "host"
+    assert lines[head + 2].startswith(f"    gradient_accumulation_steps={value}0")
+
+
 def test_a_model_of_few_blocks_is_rehearsed_as_it_is():
     space = read_space(["--layers", "{3,5}", "--tp", "2"], also="layers")
     repeated = Repeated("layers", space)

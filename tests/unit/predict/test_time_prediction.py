@@ -31,6 +31,7 @@ from torchspmd.rehearse.recording import (
     TensorSpec,
     Wait,
 )
+from torchspmd.rehearse.world import EndOfWindow
 from torchspmd.report.views.prediction import exposed_by_layers
 
 H100, NETWORK = load_gpu("h100"), load_network("ib-ndr400")
@@ -591,11 +592,15 @@ def test_a_candidate_that_cannot_be_the_best_is_told_after_its_first_step():
 def test_what_does_not_fit_by_the_first_step_is_told():
     recording = Script().recording
     bounds = Bounds(H100, AllocatorSettings())
-    assert not bounds.is_too_large(recording)
+    bounds.look(recording)  # nothing is known yet: it goes on
     recording.storages[1] = StorageInfo(200 << 30)
     site = Site("net", Phase.FORWARD, 0, "")
     recording.events.append(Alloc(1, 200 << 30, 0, 0, site))
-    assert bounds.is_too_large(recording)
+    bounds.look(recording)
+    bounds = Bounds(H100, AllocatorSettings(), flops_rate=1e20)
+    with pytest.raises(EndOfWindow):
+        bounds.look(recording)
+    assert bounds.is_reached
 
 
 def test_the_error_to_expect_is_larger_where_the_host_is_near():

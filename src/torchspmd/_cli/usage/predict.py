@@ -67,7 +67,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-timeline", action="store_true", help="leave the timeline out of the file"
     )
-    # What the best candidate of a search does: nothing is predicted of a slower one.
+    # Of a candidate of a search, whose process has done nothing yet; and what the best one
+    # does: nothing is predicted of a slower one.
+    parser.add_argument("--candidate", action="store_true", help=argparse.SUPPRESS)
     for name in ("--bound-rate", "--bound-seconds"):
         parser.add_argument(name, type=float, default=0.0, help=argparse.SUPPRESS)
 

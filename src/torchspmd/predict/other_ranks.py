@@ -6,43 +6,36 @@ sends, the other rank is rehearsed in a process of its own, which leaves its ans
 folder that all of them share.
 """
 
-import argparse
-import json
-import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchspmd._cli.script import EndOfWindow
 from torchspmd.errors import UsageError
+from torchspmd.predict.forks import Forks
 from torchspmd.predict.stages import to_rehearse
 from torchspmd.rehearse.recording import Comm, Recording
+from torchspmd.rehearse.world import EndOfWindow
 
-__all__ = ["OtherRanks"]
+__all__ = ["OtherRanks", "Question"]
 
-_VARIABLE = "TORCHSPMD_ASKED_RANK"
 _MOST = 64  # ranks of a pipeline that are rehearsed
 _SECONDS = 1800  # for one of them
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """What a process was started for.
+class Question(NamedTuple):
+    """What a process is started for.
 
     Attributes:
-        folder: Where answers go.
+        rank: That it plays.
         asking: The ranks that wait for it, the first one first.
         objects: How many messages of objects the last of them wants; 0: the recording.
     """
 
-    folder: str
+    rank: int
     asking: tuple[int, ...]
     objects: int = 0
 
@@ -51,19 +44,25 @@ class OtherRanks:
     """Asks other ranks of the same script, and answers those that ask this one.
 
     Args:
-        options: Of the command line.
-        folder: An empty one for answers; a process that is asked uses the asking one's.
+        rank: That this process plays.
+        forks: Rehearse another rank each; answers are left in their folder.
+        question: That this process is there to answer; None: it is the first.
+        at_once: How many are asked at a time.
     """
 
-    def __init__(self, options: argparse.Namespace, folder: str) -> None:
-        self._options = options
-        self._rank: int = options.rank
-        self._question = _read_question()
-        self._folder = Path(self._question.folder if self._question else folder)
+    def __init__(
+        self,
+        rank: int,
+        forks: Forks,
+        question: Question | None = None,
+        at_once: int | None = None,
+    ) -> None:
+        self._rank, self._forks, self._question = rank, forks, question
+        self._at_once = at_once or os.cpu_count()
+        self._folder = forks.folder
         self._sent: defaultdict[int, list[list[Any]]] = defaultdict(list)
         self._received: Counter[int] = Counter()
         self._rehearsed: set[int] = set()  # to their end
-        self._environment = dict(os.environ)  # not that of a rank, as it is later
 
     @property
     def is_asked(self) -> bool:
@@ -160,9 +159,7 @@ class OtherRanks:
         """Of each rank, in order: rehearsed now where it was not before."""
         # A rank that was asked for objects alone has left no recording.
         missing = sorted(set(ranks) - self._rehearsed)
-        # A candidate of a search is one of several processes already.
-        at_once = 1 if multiprocessing.parent_process() else os.cpu_count()
-        with ThreadPoolExecutor(at_once) as pool:
+        with ThreadPoolExecutor(self._at_once) as pool:
             for _ in pool.map(self._ask, missing):
                 pass
         self._rehearsed.update(missing)
@@ -185,40 +182,16 @@ class OtherRanks:
         if objects and rank in asking:
             chain = " of ".join(f"rank {each}" for each in (*asking[::-1], rank))
             raise UsageError(f"Ranks wait for each other's objects: {chain}.")
-        question = _Question(str(self._folder), asking, objects)
-        options = self._options
-        command = [sys.executable, "-m", "torchspmd", "predict", str(options.script)]
-        for name in (
-            "world_size",
-            "gpu",
-            "gpus_per_node",
-            "rank_order",
-            "steps",
-            "skip",
-        ):
-            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-        command += ["--module"] if options.module else []
-        command += ["--rank", str(rank), "--", *options.arguments]
+        what = f"Rank {rank}, which rank {self._rank} waits for,"
         try:
-            done = subprocess.run(
-                command,
-                env={**self._environment, _VARIABLE: json.dumps(asdict(question))},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
+            problem = self._forks.ask(Question(rank, asking, objects), _SECONDS)
+        except TimeoutError:
             raise UsageError(
-                f"Rank {rank}, which rank {self._rank} waits for, was not rehearsed within "
-                f"{_SECONDS} s. Does the script wait for something on that rank?"
+                f"{what} was not rehearsed within {_SECONDS} s. Does the script wait for "
+                "something on that rank?"
             ) from None
-        if done.returncode > 1:
-            reason = done.stderr.strip().splitlines()
-            raise UsageError(
-                f"Rank {rank}, which rank {self._rank} waits for, could not be rehearsed: "
-                f"{reason[-1] if reason else f'exit code {done.returncode}'}"
-            )
+        if problem:
+            raise UsageError(f"{what} could not be rehearsed: {problem}")
 
 
 def _peers(recording: Recording) -> set[int]:
@@ -242,14 +215,6 @@ def _pipeline(recording: Recording) -> list[int]:
     place = ranks.index(recording.rank)
     beside = {ranks[i] for i in (place - 1, place + 1) if 0 <= i < len(ranks)}
     return list(ranks) if _peers(recording) == beside else []
-
-
-def _read_question() -> _Question | None:
-    text = os.environ.get(_VARIABLE)
-    if not text:
-        return None
-    data = json.loads(text)
-    return _Question(data["folder"], tuple(data["asking"]), data["objects"])
 
 
 def _write(path: Path, value: object) -> None:
