@@ -804,3 +804,16 @@ def test_copies_of_a_shard_know_nothing_of_what_it_replaced():
         )
         state = vars(model.weight)["_torchspmd_predecessor"]
         assert pickle.loads(pickle.dumps(state)).parameter is None
+
+
+def test_whole_values_for_shards_are_refused_by_name():
+    with fake_mesh(2, ("dp",)):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        whole = copy.deepcopy(model.state_dict())
+        compile(step, parallel="fully_shard", shadow=0)(model, optim, torch.ones(2, 4))
+        for assign in (False, True):
+            with pytest.raises(UsageError, match="3 more are whole") as told:
+                model.load_state_dict(whole, assign=assign)
+        assert "options=StateDictOptions(full_state_dict=True)" in str(told.value)
+        model.load_state_dict(copy.deepcopy(model.state_dict()))  # of shards

@@ -180,6 +180,7 @@ class Relayout:
             free_retired(old, slot.name)
         for name, module in before.modules:
             module.register_forward_pre_hook(_EagerCall(name), with_kwargs=True)
+            module.register_load_state_dict_pre_hook(_refuse_whole_values)
 
     def _commit_state(self, index: int) -> None:
         state, slots = self._before.saved_states[index], self.inventory.slots
@@ -192,6 +193,32 @@ class Relayout:
         for parameter, entry in entries:
             slot = self._before.by_id.get(id(parameter))
             state[parameter if slot is None else slots[slot].tensor] = entry
+
+
+def _refuse_whole_values(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Refuse plain tensors in the place of shards, which torch could not copy."""
+    parameters = dict(
+        module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False)
+    )
+    whole = [
+        name
+        for name, value in state_dict.items()
+        if isinstance(value, torch.Tensor)
+        and _torch.layout_of(value) is None
+        and name in parameters
+        and _torch.layout_of(parameters[name]) is not None
+    ]
+    if whole:
+        raise UsageError(
+            f"load_state_dict: {whole[0]} and {len(whole) - 1} more are whole tensors, and "
+            "the model's parameters are shards since the first step of "
+            "DataParallel('fully_shard'). Load them on every rank with "
+            "set_model_state_dict(model, state_dict, options=StateDictOptions("
+            "full_state_dict=True)) of torch.distributed.checkpoint.state_dict, or before "
+            "the first step."
+        )
 
 
 class _EagerCall:
