@@ -621,7 +621,14 @@ class ShownAsCuda(TorchFunctionMode):
             tensor.fake_device = value.fake_device
             share_known(value, tensor)
         elif isinstance(tensor, FakeTensor) or isinstance(value, FakeTensor):
-            torch.utils.swap_tensors(tensor, value)
+            # The tensor stays what it is to autograd, and the value what it was.
+            needs, grad = tensor.requires_grad, tensor.grad
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            torch.utils.swap_tensors(tensor, value.detach())
+            tensor.requires_grad_(needs)
+            tensor.grad = grad
+            if is_parameter:
+                tensor._is_param = True
         else:
             func(tensor, value)
 

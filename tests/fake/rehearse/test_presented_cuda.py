@@ -1365,6 +1365,24 @@ def test_tensors_come_back_from_a_buffer_without_values(rehearse, tmp_path):
         torch.load(buffer, weights_only=False)
 
 
+def test_a_parameter_whose_data_is_moved_stays_one(rehearse):
+    """As the first FSDP moves a module to its ``device_id``."""
+    with rehearse():
+        parameter = nn.Parameter(torch.ones(4))
+        with torch.no_grad():
+            moved = parameter.to("cuda")
+            parameter.data = moved
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.requires_grad
+        assert parameter.is_cuda
+        assert moved.is_cuda
+        (parameter * moved).sum().backward()
+        assert parameter.grad.is_cuda
+        frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        frozen.data = frozen.data.cuda()
+        assert not frozen.requires_grad
+
+
 def test_a_shallow_copy_has_the_same_memory(rehearse):
     with rehearse() as recording:
         tensor = torch.ones(1024, device="cuda")
