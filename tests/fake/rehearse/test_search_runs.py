@@ -97,7 +97,9 @@ def test_layouts_and_passes_have_names():
 def test_a_function_of_a_session_is_refused(monkeypatch):
     monkeypatch.setattr(train, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "train", train, raising=False)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/none/<stdin>")
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", "/none/<stdin>", raising=False
+    )
     with pytest.raises(UsageError, match="write it into a file, and import it from"):
         search(train, {"width": [1], "layers": [1]}, gpu="h100")
 
