@@ -1,6 +1,7 @@
 """The order of passes, graph queries, and the default transformation."""
 
 import json
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -41,7 +42,14 @@ def module():
     return fx.symbolic_trace(lambda x: abs(x) + 1)
 
 
-@pytest.mark.parametrize("make", [module, lambda: IterGraphModule(module())])
+@pytest.mark.parametrize(
+    "make",
+    (
+        module,
+        lambda: IterGraphModule(module()),
+        lambda: MagicMock(spec=IterGraphModule),  # as the original's own test has it
+    ),
+)
 def test_orders_that_are_allowed(make):
     for order in ([first, builds_on_first], [first, later], [later], [first, first]):
         gm = make()
