@@ -63,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"{title}: {measured.cases} cases measured, written to {options.out}.")
     if factor is not None:
         print(f"  The host takes {factor:.2f} times as long as that of {base.name}.")
+    else:
+        print("  Too few times of the host are known of this GPU: each is as measured.")
     for note in measured.notes:
         print(f"  {note}")
     return 1 if any("not measured:" in note for note in measured.notes) else 0

@@ -197,6 +197,34 @@ def test_without_a_gpu_the_command_says_what_to_do(capsys, monkeypatch, tmp_path
     assert "there is no CUDA device here: run this on a machine with the GPU" in text
 
 
+@pytest.mark.parametrize(
+    ("title", "said"),
+    (
+        ("NVIDIA H200", "The host takes 2.00 times as long as that of h200."),
+        ("NVIDIA Z1", "Too few times of the host are known of this GPU: each is as"),
+    ),
+)
+def test_how_fast_the_host_is_is_said(capsys, monkeypatch, tmp_path, title, said):
+    slow = {
+        key: figure._replace(value=2 * figure.value)
+        for key, figure in load_gpu("h200").figures.items()
+        if key.startswith("host_forward.")
+    }
+    command = "torchspmd._cli.calibrate.calibrate"
+    monkeypatch.setattr(command, lambda *_, **__: Calibration(slow))
+    answers = {
+        "is_available": True,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_name": title,
+        "get_device_capability": (9, 0),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    assert main(["calibrate", "--out", str(tmp_path / "x.toml")]) == 0
+    assert said in capsys.readouterr().out
+
+
 def test_all_that_is_wrong_with_the_options_is_said_at_once(capsys, tmp_path):
     out = str(tmp_path / "x.txt")
     assert main(["calibrate", "--out", out, "--seconds", "0", "--gpu", "h100"]) == 2
