@@ -64,7 +64,8 @@ def _implement(stack: contextlib.ExitStack, key: str, kernels: dict[str, Any]) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are replaced
         for name, kernel in kernels.items():
-            library.impl(name, kernel)
+            # Some of torch's own are from Python, which it protects from others.
+            library.impl(name, kernel, allow_override=True)
 
 
 def _autocast_of_cuda() -> dict[str, Any]:
