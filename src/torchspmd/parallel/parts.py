@@ -70,21 +70,22 @@ def join_parts(parts: list[torch.Tensor], axis: Axis, dim: int = 0) -> torch.Ten
     Every part is gathered for a moment; each rank keeps only its share of the whole.
     """
     with torch.no_grad():
-        whole = _whole(parts, dim)
+        # Torch 2.11 gathers no DTensor in inference mode.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            gathered = _gathered(parts)
+        whole = torch.cat(gathered, dim)
         return distribute_tensor(whole, axis.mesh, (Shard(dim),), src_data_rank=None)
 
 
 def join_with_gradient(parts: list[torch.Tensor], axis: Axis, dim: int) -> torch.Tensor:
     """The same as ``join_parts``; what is computed with it trains the parts."""
-    whole = _whole(parts, dim)
+    whole = torch.cat(_gathered(parts), dim)
     same = DTensor.from_local(whole, axis.mesh, (Replicate(),), run_check=False)
     return same.redistribute(placements=(Shard(dim),))
 
 
-def _whole(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return torch.cat(
-        [p.full_tensor() if isinstance(p, DTensor) else p for p in parts], dim
-    )
+def _gathered(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in parts]
 
 
 @dataclass(frozen=True, slots=True)
