@@ -1,11 +1,21 @@
 """Placements and layouts: the dims that they shard, and as they are written in code."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-from torch.distributed.tensor import Partial, Placement, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 Layout: TypeAlias = tuple[Placement, ...]
+
+# For code that torch.compile traces: torch 2.11 does not know the type of those made there.
+REPLICATE: Final = Replicate()
+PARTIAL: Final = Partial()
+_SHARDS: Final = tuple(map(Shard, range(64)))  # of every dim that a tensor can have
+
+
+def shard(dim: int) -> Shard:
+    """``Shard(dim)``, for code that torch.compile traces."""
+    return _SHARDS[dim]
 
 
 def shard_dim(placement: Placement) -> int | None:
@@ -27,7 +37,7 @@ def positive_dim(placement: Placement, ndim: int) -> Placement:
     Shard(dim=2)
     """
     if type(placement) is Shard and placement.dim < 0:
-        return Shard(placement.dim + ndim)
+        return shard(placement.dim + ndim)
     return placement
 
 

@@ -7,11 +7,12 @@ from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError, UsageError, WorldError
 from torchspmd.layout.names import axis_names, format_mesh
+from torchspmd.layout.placements import REPLICATE
 from torchspmd.parallel.replicas import Replicas
 
 _MAX_SPECS = 256  # shapes of activations that one axis remembers
@@ -103,7 +104,7 @@ def gradient_layout(placement: Placement) -> Placement:
 
     A partial value gets the gradient of the sum: whole on every rank.
     """
-    return Replicate() if type(placement) is Partial else placement
+    return REPLICATE if type(placement) is Partial else placement
 
 
 def global_shape(

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutCountError, LayoutError
-from torchspmd.layout.placements import positive_dim
+from torchspmd.layout.placements import PARTIAL, positive_dim
 from torchspmd.parallel.axis import check_even, global_shape
 from torchspmd.parallel.parameters import (
     describe_computed,
@@ -168,7 +168,7 @@ class LocalForward:
         target = positive_dim(needed, value.ndim)
         # What every rank reads whole for a partial value has a partial gradient.
         is_partial = type(target) is Replicate and type(layouts.computed) is Partial
-        gradient = Partial() if is_partial and value.requires_grad else None
+        gradient = PARTIAL if is_partial and value.requires_grad else None
         value, source, shape = arriving(value, given, axis, self._where)
         if isinstance(value, DTensor):
             value = unwrap(value, axis)

@@ -9,10 +9,11 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
+from torchspmd.layout.placements import PARTIAL, shard
 from torchspmd.parallel.joined import mark_copy
 from torchspmd.parallel.linear import ColwiseParallel, linear_form, local_form
 from torchspmd.parallel.parameters import (
@@ -153,7 +154,7 @@ class LocalFusedLinear(nn.Linear):
             steps.desired_input,
             route.axis,
             value.shape,
-            gradient=Partial(),
+            gradient=PARTIAL,
             leaving=value.gradient,
         )
         weight, bias = (self._local(name) for name in NAMES)
@@ -172,7 +173,7 @@ class LocalFusedLinear(nn.Linear):
         sizes = [part.local_size(axis.size, axis.rank) for part in self.parts]
         shares: Sequence[torch.Tensor] = output.split(sizes, -1)
         if not self.route.local_output:
-            layout = Shard(output.ndim - 1)
+            layout = shard(output.ndim - 1)
             shares = [
                 wrap(share, layout, axis, (*shape[:-1], part.size))
                 for share, part in zip(shares, self.parts, strict=True)

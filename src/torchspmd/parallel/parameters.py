@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
     Placement,
     Replicate,
     distribute_tensor,
@@ -23,6 +22,7 @@ from torch.nn.utils import parametrize
 from torchspmd import _torch
 from torchspmd.errors import LayoutError
 from torchspmd.layout.names import format_mesh
+from torchspmd.layout.placements import PARTIAL, REPLICATE
 from torchspmd.layout.retired import set_successor, successor
 from torchspmd.parallel.axis import Axis
 from torchspmd.parallel.redistribute import begin_backward, change_layout
@@ -237,8 +237,8 @@ def local_shards(
 def _sum_gradient(shard: torch.Tensor, axis: Axis | None) -> torch.Tensor:
     if axis is None:
         return shard
-    layout, shape = Replicate(), tuple(shard.shape)
-    return change_layout(shard, layout, layout, axis, shape, gradient=Partial())
+    same, shape = REPLICATE, tuple(shard.shape)
+    return change_layout(shard, same, same, axis, shape, gradient=PARTIAL)
 
 
 class _LocalShards(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchspmd.errors import LayoutError
-from torchspmd.layout.placements import positive_dim
+from torchspmd.layout.placements import PARTIAL, positive_dim
 from torchspmd.layout.shards import shard_size
 from torchspmd.parallel.axis import Axis, check_even, gradient_layout
 from torchspmd.parallel.redistribute import arriving, unwrap, wrap
@@ -150,7 +150,7 @@ def _build_steps(route: Route, input_ndim: int, output_ndim: int) -> Steps:
         output_gradient=gradient_layout(output),
         computed_gradient=gradient_layout(computed),
         # Ranks read the same whole input and compute different parts of the output.
-        desired_input_gradient=Partial() if is_whole else desired,
+        desired_input_gradient=PARTIAL if is_whole else desired,
         input_gradient=gradient_layout(given),
     )
 
