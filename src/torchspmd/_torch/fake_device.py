@@ -999,7 +999,10 @@ _plain_jagged_attention: Any = jagged_attention._select_sdp_backend
 
 def _jagged_attention(query: Any, *args: Any) -> Any:
     """Which kernel computes attention of rows of different lengths."""
-    backend = _plain_jagged_attention(query, *args)
+    try:
+        backend = _plain_jagged_attention(query, *args)
+    except torch.AcceleratorError:  # a build for CUDA asks the GPU, which is not there
+        backend = SDPBackend.ERROR
     if backend is SDPBackend.ERROR and is_device_tensor(query):
         raise UsageError(
             "scaled_dot_product_attention of nested tensors (layout=torch.jagged) cannot "

@@ -61,6 +61,21 @@ def _normalized_backward(
     return torch.empty_like(input)
 
 
+def _sum_with_product(
+    input: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+    **factors: Any,
+) -> torch.Tensor:
+    """Torch gives the type of the result to its own function as a factor."""
+    if out is not None:
+        return out
+    return left.new_empty((*left.shape[:-1], right.shape[-1]), dtype=out_dtype)
+
+
 def _efficient_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     """Without dropout there is no seed and no offset."""
     operator = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -212,6 +227,10 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "aten._ctc_loss_backward.Tensor": _normalized_backward,
     "aten._pack_padded_sequence.default": _pack_padded_sequence,
     "aten._scaled_dot_product_efficient_attention.default": _efficient_attention,
+    "aten.addmm.dtype": _sum_with_product,
+    "aten.addmm.dtype_out": _sum_with_product,
+    "aten.baddbmm.dtype": _sum_with_product,
+    "aten.baddbmm.dtype_out": _sum_with_product,
     "aten.batch_norm_stats.default": _batch_norm_stats,
     "aten.batch_norm_gather_stats_with_counts.default": _batch_norm_gather_stats,
     "aten.batch_norm_elemt.default": _normalized,

@@ -1315,6 +1315,21 @@ def test_attention_of_rows_of_different_lengths_is_refused(rehearse):
             F.scaled_dot_product_attention(*heads)
 
 
+@pytest.mark.parametrize("has_out", [False, True])
+def test_products_that_are_added_in_another_type(rehearse, has_out):
+    with rehearse() as recording:
+        rows = torch.ones(3, 4, 8, dtype=torch.bfloat16, device="cuda")
+        sums = torch.ones(3, 4, 4, device="cuda")
+        for add, each in ((torch.addmm, lambda x: x[0]), (torch.baddbmm, lambda x: x)):
+            left, right, before = each(rows), each(rows.mT), each(sums)
+            more = {"out": before} if has_out else {}
+            result = add(before, left, right, out_dtype=torch.float32, **more)
+            assert (result.shape, result.dtype) == (before.shape, torch.float32)
+            assert (result is before) == has_out
+    names = [event.name for event in recording.events if isinstance(event, Op)]
+    assert sum("addmm" in name or "baddbmm" in name for name in names) == 2
+
+
 def test_nested_tensors_are_as_long_as_their_rows(rehearse):
     with rehearse() as recording:
         rows = [torch.ones(length, 4) for length in (3, 5)]
