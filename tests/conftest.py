@@ -29,11 +29,15 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each test has the mark of its folder.
+    """Each test has the mark of its folder; some need a newer torch than the oldest.
 
     One worker of xdist has all tests on ranks: its ranks are started and warm once.
     """
     for item in items:
+        newer = item.get_closest_marker("newer_torch")
+        if newer is not None and torch.__version__ < (2, 13):
+            reason = f"torch {torch.__version__}: {newer.args[0]}"
+            item.add_marker(pytest.mark.skip(reason=reason))
         for folder in _TIERS:
             if item.path.is_relative_to(folder):
                 item.add_marker(folder.name)

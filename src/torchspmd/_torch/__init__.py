@@ -75,6 +75,7 @@ from torchspmd._torch.compilation import (
     start_kernel_compilers as start_kernel_compilers,
 )
 from torchspmd._torch.compilation import tell_graph_replay as tell_graph_replay
+from torchspmd._torch.dtensor import LOSES_WRITES_OF_LISTS as LOSES_WRITES_OF_LISTS
 from torchspmd._torch.dtensor import apply_torch_style as apply_torch_style
 from torchspmd._torch.dtensor import build_spec as build_spec
 from torchspmd._torch.dtensor import current_mesh as current_mesh

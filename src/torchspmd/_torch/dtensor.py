@@ -18,6 +18,10 @@ if TYPE_CHECKING:  # it takes longer to import than the rest of torchspmd
 _functional_ops = torch.ops._c10d_functional
 
 
+# In-place operators on lists: what they write into partial values is lost, and not refused.
+LOSES_WRITES_OF_LISTS = torch.__version__ < (2, 13)
+
+
 def local_tensor(tensor: "DTensor") -> torch.Tensor:
     """This rank's shard, the object itself, with no autograd history of its own."""
     return tensor._local_tensor

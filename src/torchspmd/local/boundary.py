@@ -124,6 +124,9 @@ def _to_mesh(grad: torch.Tensor, port: Port) -> DTensor:
         layout = frame.merge(layout, grad.placements)
         grad = grad.to_local()
     shape = tuple(spec.shape)
+    # Of an expanded gradient, ranks with one row would tell other strides than ranks with
+    # several, and torch 2.11 then communicates on some ranks alone.
+    grad = grad.contiguous() if 0 in grad.stride() else grad
     stride = whole_stride(shape, grad.stride())
     if torch.is_grad_enabled():  # create_graph=True: the labelling must be recorded
         return DTensor.from_local(

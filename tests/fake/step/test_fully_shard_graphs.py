@@ -36,6 +36,9 @@ from torchspmd.testing import fake_mesh
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+NEEDS_FILLED_SHARDS = pytest.mark.newer_torch(
+    "its fake group leaves results of reduce_scatter as they were"
+)
 
 
 class Net(nn.Module):
@@ -519,6 +522,7 @@ def zero(gradient):
     return gradient * 0
 
 
+@NEEDS_FILLED_SHARDS
 def test_hooks_on_shards_run():
     with fake_mesh(2, ("dp",)) as mesh:
         model = nn.Linear(4, 4)
@@ -549,6 +553,7 @@ def forward_step_forward(model, optim, batch):
     return before.detach(), after.detach()
 
 
+@NEEDS_FILLED_SHARDS
 @pytest.mark.parametrize("kind", [{"foreach": True}, {"fused": True}])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_weights_are_gathered_again_after_an_update(optimizer, kind):
@@ -608,6 +613,7 @@ def test_a_frozen_weight_is_written_as_a_shard(kind):
         assert torch.equal(model.kept.to_local(), wanted)
 
 
+@NEEDS_FILLED_SHARDS
 @pytest.mark.parametrize("name", ["replicate", "fully_shard"])
 def test_an_optimizer_gets_the_gradients_of_the_one_around_it(name):
     def step(model, outer, inner, batch):
@@ -662,6 +668,7 @@ def test_counters_of_a_single_number_stay_plain(optimizer, is_warm):
             assert plain == COUNTERS[optimizer]
 
 
+@NEEDS_FILLED_SHARDS
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_recurrent_layers_and_lists_of_parameters(is_kept):
     def step(model, optim, batch):

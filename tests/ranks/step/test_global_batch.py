@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from torchspmd.errors import CaptureError
 from torchspmd.step import compile
 
 
@@ -169,7 +170,9 @@ def all_wrong(names):
             ours = train(losses[name], compile, slice(start, start + 4))
             torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
         except Exception as error:
-            wrong.append((name, str(error)))
+            # DTensor of torch 2.11 has fewer rules; what it has must be right.
+            if not (torch.__version__ < (2, 13) and isinstance(error, CaptureError)):
+                wrong.append((name, str(error)))
     return wrong
 
 

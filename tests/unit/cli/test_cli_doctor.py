@@ -38,7 +38,7 @@ def test_everything_that_the_tests_need_works_here(capsys):
     told = json.loads(capsys.readouterr().out)
     assert [feature["feature"] for feature in told["features"]] == FEATURES
     assert all(f["works"] for f in told["features"] if not f["optional"])
-    assert told["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(told["versions"]["torch"])  # without +cu130
     assert "CPU cores" in told["machine"]
     assert not dist.is_initialized()
 

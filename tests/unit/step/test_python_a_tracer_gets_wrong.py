@@ -1170,7 +1170,9 @@ ROWS = {
     "a float argument": Row(float_argument, programs=1),
     "counters that the step does not read": Row(counted_beside, programs=1),
     "a counter in a buffer": Row(counted_in_a_buffer, programs=1),
-    "a torch.Generator": Row(drawn_by_torch, programs=1),
+    "a torch.Generator": Row(drawn_by_torch, programs=1)
+    if torch.__version__ >= (2, 13)
+    else Row(drawn_by_torch, "torch._C.Generator"),
     "what a module notes in its first call": Row(made_in_the_first_call, programs=1),
     "self.count += 1": Row(method("counts"), "self.count: 0 -> 1"),
     "self.log.append()": Row(method("appends"), "self.log: its items"),

@@ -84,10 +84,15 @@ def _explain_values(error: Exception, owner: Owner) -> tuple[str, str]:
 
 
 def needs_values(error: BaseException | None) -> bool:
-    """Whether an error, or the one that it was made of, asks for a tensor's values."""
+    """Whether an error, or the one that it was made of, asks for a tensor's values.
+
+    An operator without a sharding rule may have failed so where its parts were tried.
+    """
     while error is not None:
         if isinstance(error, _torch.data_dependence_errors()):
             return True
+        if _NO_RULE in str(error):
+            return False
         error = error.__cause__ or error.__context__
     return False
 
@@ -151,10 +156,11 @@ _SPARSE_FIX = (
 
 
 _NO_INPUT = "Please convert all Tensors to FakeTensors first"
+_NO_RULE = "sharding strategy"
 # What torch says, what that means here, and the fix.
 _BY_TEXT = (
     (
-        "sharding strategy",
+        _NO_RULE,
         "an operator has no sharding rule ({error})",
         "The default mode gives one device's result, so every operator must say how it "
         "works on a sharded batch.\nGive the operator a rule with "

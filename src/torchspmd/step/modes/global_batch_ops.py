@@ -91,7 +91,19 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     if args and isinstance(args[0], torch.Tensor) and _torch.written_arguments(func):
         # A tensor that the step made is the same on all ranks, and stays so.
         args, kwargs = _torch.map_tree(full_value, (args, kwargs))
+    if _torch.LOSES_WRITES_OF_LISTS and args and _has_partial_values(func, args[0]):
+        return _on_reduced_values(func, args, kwargs)
     return func(*args, **kwargs)
+
+
+def _has_partial_values(func: Any, values: Any) -> bool:
+    """Whether an operator writes into a list, some of whose values are partial."""
+    return isinstance(values, list | tuple) and any(
+        isinstance(p, Partial)
+        for value in values
+        if isinstance(value, DTensor) and _torch.written_arguments(func)
+        for p in value.placements
+    )
 
 
 def _reduce_other_partials(value: Any) -> Any:
@@ -477,6 +489,11 @@ def _add_number(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return _on_reduced_values(func, args, kwargs)
 
 
+def _divide(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """By the sum of all ranks: torch 2.11 lets each rank divide by its own part of it."""
+    return func(args[0], reduce_partial(args[1]), **kwargs)
+
+
 def _copy_into(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """``copy_``: DTensor divides what is written by the ranks, which integers cannot."""
     old, new = args[0], args[1]
@@ -544,6 +561,7 @@ _OPERATORS: dict[_Rule, tuple[str, ...]] = {
     _embedding: ("embedding.default",),
     _index_put: ("index_put.default", "index_put_.default"),
     _add_number: ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"),
+    _divide: ("div.Tensor", "div_.Tensor"),
     _copy_into: ("copy_.default",),
     _fill: ("fill_.Scalar", "fill_.Tensor"),
     _loss_mean: ("nll_loss_forward.default", "nll_loss2d_forward.default"),
