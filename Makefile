@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet \
 	--numprocesses 2 --dist loadgroup
 
-.PHONY: demo test check format pytest docs wheel bench screenshots clean help
+.PHONY: demo test check format oldest pytest docs wheel bench screenshots clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +37,20 @@ check: $(STAMP) ## format, lint, types, import contracts, spelling, the example'
 pytest: $(STAMP)
 	$(PYTEST) src tests
 
+# The tests of the package alone: checks, pages and wheels are those of `make test`. Its wheel
+# of torch may bring the libraries of CUDA, 5 GB.
+OLDEST := 2.11.0
+.venv-oldest/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -v '^torch==' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt \
+		torch==$(OLDEST) --editable '.[dev]'
+	touch $@
+
+oldest: .venv-oldest/.installed ## the tests with the oldest torch that is supported
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --quiet \
+		--numprocesses 2 --dist loadgroup src tests
+
 format: $(STAMP) ## rewrite files in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -60,5 +74,5 @@ screenshots: $(STAMP) ## pictures of the page for the documentation; needs chrom
 	$(BIN)/python tests/browser/screenshots.py docs/images
 
 clean: ## remove what make created
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache \
+	rm -rf $(VENV) .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache \
 		site demo-report.json demo-page.html
