@@ -226,6 +226,9 @@ from torchspmd._torch.regions import record_fields as record_fields
 from torchspmd._torch.regions import strided_spec as strided_spec
 from torchspmd._torch.regions import unflatten_tree as unflatten_tree
 from torchspmd._torch.without_values import dynamic_sizes as dynamic_sizes
+from torchspmd._torch.without_values import (
+    optimizer_states_on_all_ranks as optimizer_states_on_all_ranks,
+)
 from torchspmd._torch.without_values import own_chunks_only as own_chunks_only
 from torchspmd._torch.without_values import shapes_apart as shapes_apart
 from torchspmd._torch.without_values import stages_like_this_one as stages_like_this_one

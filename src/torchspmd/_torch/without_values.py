@@ -105,6 +105,44 @@ def own_chunks_only() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def optimizer_states_on_all_ranks() -> Iterator[None]:
+    """``FSDP.optim_state_dict`` knows which states there are without asking other ranks.
+
+    Rank 0 would say it or, with ``use_orig_params``, all ranks together: each has states
+    for the parameters that it holds a part of.
+    """
+    from torch.distributed.fsdp import _optim_utils
+
+    plain: Any = _optim_utils._map_param_key_to_optim_keys
+
+    def keys(
+        optim_state_dict: Any,
+        group: Any,
+        param_key_to_param: Any,
+        param_to_fqns: Any,
+        fqn_to_fsdp_param_info: Mapping[str, Any],
+        merge_keys: bool = False,
+    ) -> tuple[list[Any], Any]:
+        known, local = plain(
+            optim_state_dict,
+            group,
+            param_key_to_param,
+            param_to_fqns,
+            fqn_to_fsdp_param_info,
+            merge_keys=True,  # what this rank has itself
+        )
+        held_elsewhere = (
+            _optim_utils._OptimStateKey((name,), is_fsdp_managed=True)
+            for name, info in fqn_to_fsdp_param_info.items()
+            if merge_keys and info.param_requires_grad[info.param_indices[name]]
+        )
+        return sorted({*known, *held_elsewhere}), local
+
+    with mock.patch.object(_optim_utils, "_map_param_key_to_optim_keys", keys):
+        yield
+
+
+@contextlib.contextmanager
 def stages_like_this_one() -> Iterator[None]:
     """Other stages know their shapes where this one does; gradients are like the outputs.
 

@@ -20,7 +20,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffload,
     CPUOffloadPolicy,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -473,6 +475,48 @@ def test_parameters_of_the_first_fsdp(rehearse, use_orig_params, words, sent):
             messages[event.kind] += event.payload_bytes  # and no norm
     count = 2 * 64 * 64
     assert messages == {kind: nbytes * count for kind, nbytes in sent.items()}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_states_of_the_first_fsdp_on_every_rank(
+    rehearse, rank, use_orig_params, offloads
+):
+    """Rank 0 knows which states there are, or each rank those that it has a part of."""
+    with rehearse(2, rank):
+        dist.init_process_group("nccl")
+        model = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64)),
+            use_orig_params=use_orig_params,
+            cpu_offload=CPUOffload(offload_params=offloads),
+            device_id=0,
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(4, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        whole = (
+            FullStateDictConfig(offload_to_cpu=True),
+            FullOptimStateDictConfig(offload_to_cpu=True),
+        )
+        kind = StateDictType.FULL_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(model, kind, *whole):
+            model.load_state_dict(model.state_dict())
+            states = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            shapes = {name: each["exp_avg"].shape for name, each in states["state"].items()}
+            assert shapes == {
+                "0.weight": (64, 64),
+                "1.weight": (64, 64),
+                "1.bias": (64,),
+            }
+            optimizer.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(
+                    model, optimizer, states
+                )
+            )
+        model(torch.ones(4, 64, device="cuda")).sum().backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("words", [{}, {"device_id": 0}])
