@@ -154,6 +154,7 @@ from torchspmd._torch.landmarks import is_torch_code as is_torch_code
 from torchspmd._torch.landmarks import landmark as landmark
 from torchspmd._torch.landmarks import redistribution as redistribution
 from torchspmd._torch.landmarks import running_node as running_node
+from torchspmd._torch.loading import files_loaded as files_loaded
 from torchspmd._torch.operators import ALL_GATHER as ALL_GATHER
 from torchspmd._torch.operators import ALL_GATHER_OUT as ALL_GATHER_OUT
 from torchspmd._torch.operators import ALL_REDUCE as ALL_REDUCE

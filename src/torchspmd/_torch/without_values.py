@@ -11,6 +11,8 @@ import torch.utils
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchspmd.errors import UsageError
+
 
 @contextlib.contextmanager
 def shapes_apart() -> Iterator[None]:
@@ -138,7 +140,22 @@ def optimizer_states_on_all_ranks() -> Iterator[None]:
         )
         return sorted({*known, *held_elsewhere}), local
 
-    with mock.patch.object(_optim_utils, "_map_param_key_to_optim_keys", keys):
+    plain_send: Any = _optim_utils._broadcast_processed_state
+
+    def send(fsdp_state: Any, optim_state: Any, group: Any) -> Any:
+        rank = torch.distributed.get_rank(group)
+        if rank:
+            raise UsageError(
+                "FSDP.optim_state_dict_to_load: with rank0_only=True rank 0 sends the "
+                f"states, and only rank {rank} is rehearsed here. Rehearse rank 0, or load "
+                "the file on every rank, with rank0_only=False."
+            )
+        return plain_send(fsdp_state, optim_state, group)
+
+    with (
+        mock.patch.object(_optim_utils, "_map_param_key_to_optim_keys", keys),
+        mock.patch.object(_optim_utils, "_broadcast_processed_state", send),
+    ):
         yield
 
 

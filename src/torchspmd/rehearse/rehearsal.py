@@ -78,6 +78,7 @@ def rehearsal(
         enter(_torch.shapes_apart())
         enter(_torch.fused_updates_without_values())
         enter(_torch.fake_device(mode, shown, recorder.on_resize))
+        enter(_torch.files_loaded())
         enter(_torch.after_each_backward(recorder.wait_for_all))
         enter(threads_take_part(mode, shown, values))
         recorder.start()
