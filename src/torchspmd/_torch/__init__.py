@@ -90,6 +90,7 @@ from torchspmd._torch.dtensor import local_tensor as local_tensor
 from torchspmd._torch.dtensor import (
     register_attention_on_cpu as register_attention_on_cpu,
 )
+from torchspmd._torch.dtensor import share_memory_of_shards as share_memory_of_shards
 from torchspmd._torch.dtensor import sister_axis as sister_axis
 from torchspmd._torch.dtensor import spec as spec
 from torchspmd._torch.dtensor import start_all_reduce as start_all_reduce

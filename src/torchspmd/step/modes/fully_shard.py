@@ -62,6 +62,7 @@ class FullySharded(ParallelMode):
     def lay_out(self, inventory: Inventory) -> Relayout | None:
         """Shards for the parameters that are none yet."""
         self._shardings = plan_shardings(inventory, self.axes)
+        _torch.share_memory_of_shards()
         return plan_layout(inventory, self._shardings)
 
     def stand_in(self, inventory: Inventory) -> Callable[[int], torch.Tensor]:
