@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import train_detached as train
 
@@ -109,3 +110,54 @@ def test_shards_are_averaged_in_the_step(ranks2, kind):
         assert off < 1e-6
         assert count == 4
         assert held is DTensor
+
+
+def pruned():
+    """Training between pruning and its end, beside that of one process."""
+    x = torch.ones(2, 4)
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))]
+    models.append(copy.deepcopy(models[0]))
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    step = compile(train, parallel_mode=DataParallel("fully_shard"))
+    errors = []
+
+    def train_both():
+        step(models[0], optims[0], x)
+        train(models[1], optims[1], x)
+
+    train_both()
+    for model in models:
+        with step.full_parameters(model):
+            prune.l1_unstructured(model[0], "weight", 0.3)
+            prune.l1_unstructured(model[0], "bias", 0.5)
+    train_both()
+    train_both()
+    try:
+        with step.full_parameters(models[0]):
+            prune.remove(models[0][0], "bias")
+    except UsageError as error:
+        errors.append(str(error))
+    prune.remove(models[1][0], "bias")
+    shards = models[0][0].weight_orig, models[0][0].bias
+    masks = models[0][0].weight_mask, (models[1][0].bias != 0).float()
+    with torch.no_grad():
+        for shard, mask in zip(shards, masks, strict=True):
+            shard.mul_(distribute_tensor(mask, shard.device_mesh, shard.placements))
+    for model in models:
+        with step.full_parameters(model):
+            prune.remove(model[0], "weight")
+    assert models[0][0].weight is shards[0]
+    train_both()
+    pairs = [dict(each.named_parameters()) for each in models]
+    assert pairs[0].keys() == pairs[1].keys()
+    off = [
+        (pairs[0][name].full_tensor() - pairs[1][name]).abs().max() for name in pairs[1]
+    ]
+    return max(off).item(), errors
+
+
+def test_parameters_are_pruned_while_they_are_whole(ranks2):
+    for off, (error,) in ranks2.run(pruned):
+        assert off < 1e-6
+        assert "0.bias_orig was written inside of the block" in error
