@@ -583,6 +583,15 @@ def test_tensors_of_shapes_only():
     assert made.shape == (2, 4) and _torch.is_fake(made)
 
 
+def test_share_memory_of_shards():
+    _torch.share_memory_of_shards()
+    with fake_mesh(2, ("tp",)) as mesh:
+        tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        assert not tensor.is_shared()
+        assert tensor.share_memory_() is tensor
+        assert tensor.is_shared() and tensor.to_local().is_shared()
+
+
 def test_attention_of_sharded_heads_on_cpu():
     _torch.register_attention_on_cpu()
     with fake_mesh(2, ("tp",)) as mesh:

@@ -138,6 +138,36 @@ def test_dynamic_sizes():
             assert (result.shape, asked) == ((3,), [3])
 
 
+def test_files_loaded(tmp_path):
+    torch.save({"here": torch.arange(3)}, tmp_path / "file")
+    plain = torch.load
+    with _torch.files_loaded(), presented():
+        assert torch.load(tmp_path / "file")["here"].tolist() == [0, 1, 2]
+        moved = torch.load(tmp_path / "file", "cuda")["here"]
+        assert (str(moved.device), moved.shape) == ("cuda:0", (3,))
+    assert torch.load is plain
+
+
+def test_optimizer_states_on_all_ranks(monkeypatch):
+    from torch.distributed.fsdp import _optim_utils
+
+    def gather(found, given, group=None):
+        found[:] = [given] * len(found)
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    parameter = nn.Parameter(torch.ones(2))
+    for rank in range(2):
+        with fake_world(2, rank=rank), _torch.optimizer_states_on_all_ranks():
+            (key,), local = _optim_utils._map_param_key_to_optim_keys(
+                {"state": {0: {}}}, None, {0: parameter}, {parameter: ["weight"]}, {}
+            )
+            assert key.unflat_param_names == ("weight",)
+            assert local == {key: 0}
+    with fake_world(2, rank=1), _torch.optimizer_states_on_all_ranks():
+        with pytest.raises(UsageError, match="only rank 1 is rehearsed here"):
+            _optim_utils._broadcast_processed_state(None, {}, None)
+
+
 def test_own_chunks_only():
     seen = []
     with fake_mesh(64, ("dp",)) as mesh:

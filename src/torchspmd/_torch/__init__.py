@@ -91,6 +91,7 @@ from torchspmd._torch.dtensor import local_tensor as local_tensor
 from torchspmd._torch.dtensor import (
     register_attention_on_cpu as register_attention_on_cpu,
 )
+from torchspmd._torch.dtensor import share_memory_of_shards as share_memory_of_shards
 from torchspmd._torch.dtensor import sister_axis as sister_axis
 from torchspmd._torch.dtensor import spec as spec
 from torchspmd._torch.dtensor import start_all_reduce as start_all_reduce
@@ -155,6 +156,7 @@ from torchspmd._torch.landmarks import is_torch_code as is_torch_code
 from torchspmd._torch.landmarks import landmark as landmark
 from torchspmd._torch.landmarks import redistribution as redistribution
 from torchspmd._torch.landmarks import running_node as running_node
+from torchspmd._torch.loading import files_loaded as files_loaded
 from torchspmd._torch.operators import ALL_GATHER as ALL_GATHER
 from torchspmd._torch.operators import ALL_GATHER_OUT as ALL_GATHER_OUT
 from torchspmd._torch.operators import ALL_REDUCE as ALL_REDUCE
@@ -227,6 +229,9 @@ from torchspmd._torch.regions import record_fields as record_fields
 from torchspmd._torch.regions import strided_spec as strided_spec
 from torchspmd._torch.regions import unflatten_tree as unflatten_tree
 from torchspmd._torch.without_values import dynamic_sizes as dynamic_sizes
+from torchspmd._torch.without_values import (
+    optimizer_states_on_all_ranks as optimizer_states_on_all_ranks,
+)
 from torchspmd._torch.without_values import own_chunks_only as own_chunks_only
 from torchspmd._torch.without_values import shapes_apart as shapes_apart
 from torchspmd._torch.without_values import stages_like_this_one as stages_like_this_one

@@ -222,6 +222,26 @@ def free_shard(tensor: torch.Tensor) -> None:
     held._local_tensor = held._local_tensor.detach().new_empty(0)
 
 
+@functools.cache
+def share_memory_of_shards() -> None:
+    """Let ``share_memory_`` of a DTensor share its shard, and ``is_shared`` tell of it.
+
+    A DTensor has no memory of its own: torch copies from address 0, and the process ends.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def share_memory_(tensor: Any) -> Any:
+        tensor._local_tensor.share_memory_()
+        return tensor
+
+    def is_shared(tensor: Any) -> bool:
+        return bool(tensor._local_tensor.is_shared())
+
+    for method in (share_memory_, is_shared):
+        if method.__name__ not in vars(DTensor):  # a later torch may have its own
+            setattr(DTensor, method.__name__, method)
+
+
 # ----------------------------------------------------------------------------
 # Attention of DTensors on CPU: torch has a strategy for it on GPUs only.
 

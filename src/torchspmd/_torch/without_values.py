@@ -11,6 +11,8 @@ import torch.utils
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchspmd.errors import UsageError
+
 
 @contextlib.contextmanager
 def shapes_apart() -> Iterator[None]:
@@ -101,6 +103,59 @@ def own_chunks_only() -> Iterator[None]:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     with mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
+        yield
+
+
+@contextlib.contextmanager
+def optimizer_states_on_all_ranks() -> Iterator[None]:
+    """``FSDP.optim_state_dict`` knows which states there are without asking other ranks.
+
+    Rank 0 would say it or, with ``use_orig_params``, all ranks together: each has states
+    for the parameters that it holds a part of.
+    """
+    from torch.distributed.fsdp import _optim_utils
+
+    plain: Any = _optim_utils._map_param_key_to_optim_keys
+
+    def keys(
+        optim_state_dict: Any,
+        group: Any,
+        param_key_to_param: Any,
+        param_to_fqns: Any,
+        fqn_to_fsdp_param_info: Mapping[str, Any],
+        merge_keys: bool = False,
+    ) -> tuple[list[Any], Any]:
+        known, local = plain(
+            optim_state_dict,
+            group,
+            param_key_to_param,
+            param_to_fqns,
+            fqn_to_fsdp_param_info,
+            merge_keys=True,  # what this rank has itself
+        )
+        held_elsewhere = (
+            _optim_utils._OptimStateKey((name,), is_fsdp_managed=True)
+            for name, info in fqn_to_fsdp_param_info.items()
+            if merge_keys and info.param_requires_grad[info.param_indices[name]]
+        )
+        return sorted({*known, *held_elsewhere}), local
+
+    plain_send: Any = _optim_utils._broadcast_processed_state
+
+    def send(fsdp_state: Any, optim_state: Any, group: Any) -> Any:
+        rank = torch.distributed.get_rank(group)
+        if rank:
+            raise UsageError(
+                "FSDP.optim_state_dict_to_load: with rank0_only=True rank 0 sends the "
+                f"states, and only rank {rank} is rehearsed here. Rehearse rank 0, or load "
+                "the file on every rank, with rank0_only=False."
+            )
+        return plain_send(fsdp_state, optim_state, group)
+
+    with (
+        mock.patch.object(_optim_utils, "_map_param_key_to_optim_keys", keys),
+        mock.patch.object(_optim_utils, "_broadcast_processed_state", send),
+    ):
         yield
 
 

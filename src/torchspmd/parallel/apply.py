@@ -84,6 +84,7 @@ def parallelize_module(
     _check_patterns(module, per_rank)
     axis = replace(axis, replicas=Replicas(module, axis.mesh, per_rank))
     slots = _plain_slots(module)
+    _torch.share_memory_of_shards()
     for assignment in assignments:
         place(assignment, axis, src_data_rank)
     _retire_replaced(slots)

@@ -16,6 +16,7 @@ from torchspmd.rehearse.place import Maker, is_called_by_torch, read_place
 from torchspmd.rehearse.python_calls import PythonCalls
 from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recording import Recording
+from torchspmd.rehearse.signals import signals_end
 from torchspmd.rehearse.threads import threads_take_part
 from torchspmd.rehearse.values import Values
 from torchspmd.rehearse.workspaces import Processor
@@ -73,11 +74,13 @@ def rehearsal(
         enter(cuda_graphs(recorder))
         enter(cuda_kernels(values.note))
         enter(checkpoints_skipped(values))
+        enter(signals_end(values))
         enter(compilation_by_operator(recorder, gpu.cost))
         enter(fake_ranks(world, recorder, mail or NoMail()))
         enter(_torch.shapes_apart())
         enter(_torch.fused_updates_without_values())
         enter(_torch.fake_device(mode, shown, recorder.on_resize))
+        enter(_torch.files_loaded())
         enter(_torch.after_each_backward(recorder.wait_for_all))
         enter(threads_take_part(mode, shown, values))
         recorder.start()

@@ -113,6 +113,7 @@ def fake_ranks(world: World, recorder: Recorder, mail: Mail) -> Iterator[None]:
         stack.enter_context(_torch.ddp_on_fake_groups())
         stack.enter_context(_torch.ddp_without_values())
         stack.enter_context(_torch.own_chunks_only())
+        stack.enter_context(_torch.optimizer_states_on_all_ranks())
         stack.enter_context(_torch.stages_like_this_one())
         stack.callback(_end)
         yield

@@ -203,6 +203,19 @@ def test_a_fused_layer_with_replicated_parts_copies_and_pickles(
         model.load_state_dict(model.state_dict(), assign=True)
 
 
+def test_a_parallel_model_shares_its_memory(tp2: Any) -> None:
+    """torch copies from the memory that a DTensor does not have."""
+    model = parallelize_module(*fused_on(tp2))
+    parameters = list(model.parameters())
+    before = [p.to_local().clone() for p in parameters]
+    assert not any(p.is_shared() for p in parameters)
+    assert model.share_memory() is model
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    for old, parameter in zip(before, parameters, strict=True):
+        assert parameter.is_shared() and parameter.to_local().is_shared()
+        assert torch.equal(old, parameter.to_local())
+
+
 def test_a_fused_layer_resets_its_parts(tp2: Any) -> None:
     model = parallelize_module(*fused_on(tp2))
     before = [p.to_local().clone() for p in model.parameters()]

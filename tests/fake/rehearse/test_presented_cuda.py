@@ -20,7 +20,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffload,
     CPUOffloadPolicy,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -473,6 +475,137 @@ def test_parameters_of_the_first_fsdp(rehearse, use_orig_params, words, sent):
             messages[event.kind] += event.payload_bytes  # and no norm
     count = 2 * 64 * 64
     assert messages == {kind: nbytes * count for kind, nbytes in sent.items()}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_states_of_the_first_fsdp_on_every_rank(
+    rehearse, rank, use_orig_params, offloads
+):
+    """Rank 0 knows which states there are, or each rank those that it has a part of."""
+    with rehearse(2, rank):
+        dist.init_process_group("nccl")
+        model = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64)),
+            use_orig_params=use_orig_params,
+            cpu_offload=CPUOffload(offload_params=offloads),
+            device_id=0,
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(4, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        whole = (
+            FullStateDictConfig(offload_to_cpu=True),
+            FullOptimStateDictConfig(offload_to_cpu=True),
+        )
+        kind = StateDictType.FULL_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(model, kind, *whole):
+            model.load_state_dict(model.state_dict())
+            states = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            shapes = {
+                name: each["exp_avg"].shape for name, each in states["state"].items()
+            }
+            assert shapes == {
+                "0.weight": (64, 64),
+                "1.weight": (64, 64),
+                "1.bias": (64,),
+            }
+            optimizer.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(
+                    model, optimizer, states
+                )
+            )
+        model(torch.ones(4, 64, device="cuda")).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_states_that_rank_0_alone_reads(rehearse, rank):
+    with rehearse(2, rank):
+        dist.init_process_group("nccl")
+        model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=0)
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = {"exp_avg": torch.zeros(8, 8), "step": torch.tensor(1.0)}
+        bias = {**state, "exp_avg": torch.zeros(8)}
+        states = {"state": {"weight": state, "bias": bias}}
+        FullyShardedDataParallel.set_state_dict_type(
+            model,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
+            FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
+        )
+        load = FullyShardedDataParallel.optim_state_dict_to_load
+        if rank == 0:
+            (loaded,) = load(model, optimizer, states)["state"].values()
+            assert loaded["exp_avg"].shape == (36,)
+        else:
+            with pytest.raises(UsageError, match="only rank 1 is rehearsed here"):
+                load(model, optimizer, None)
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    return model
+
+
+def resume(path, location):
+    model = tied().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    file = torch.load(path, location)
+    model.load_state_dict(file["model"])
+    optimizer.load_state_dict(file["optimizer"])
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    return file
+
+
+@pytest.mark.parametrize("saved_on", ["cpu", "cuda:3"])
+@pytest.mark.parametrize(
+    ("location", "device"),
+    [
+        (None, None),
+        ("cpu", "cpu"),
+        ("cuda", "cuda:0"),
+        (torch.device("cuda", 0), "cuda:0"),
+        ({"cpu": "cuda:0", "cuda:3": "cuda:0"}, "cuda:0"),
+        (lambda storage, place: storage, "cpu"),
+    ],
+)
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_script_resumes_from_a_file(
+    rehearse, tmp_path, monkeypatch, saved_on, location, device, is_zip
+):
+    """torch would load on the meta device, as if the rehearsal were a trace."""
+    model = tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    path = tmp_path / "checkpoint.pt"
+    with monkeypatch.context() as saving:
+        saving.setattr(torch.serialization, "location_tag", lambda storage: saved_on)
+        torch.save(
+            {**states, "generator": torch.get_rng_state()},
+            path,
+            _use_new_zipfile_serialization=is_zip,
+        )
+    expected = device or saved_on
+    expected = "cuda:0" if expected == "cuda:3" else expected
+    with rehearse():
+        file = resume(path, location)
+        weight, step = file["model"]["0.weight"], file["optimizer"]["state"][0]["step"]
+        assert str(weight.device) == str(file["model"]["1.weight"].device) == expected
+        if expected == "cpu":
+            assert step.item() == 2  # one more
+            assert torch.equal(weight, model[0].weight)
+            weight.zero_()
+        if expected == "cpu" or is_zip:  # before, values are behind the tensors
+            torch.set_rng_state(file["generator"].cpu())
+    assert torch.load(path, "cpu")["model"]["0.weight"].any()  # the file stays
 
 
 @pytest.mark.parametrize("words", [{}, {"device_id": 0}])

@@ -281,6 +281,26 @@ def test_what_the_user_holds_afterwards():
     assert isinstance(optim.state[model.scale]["exp_avg"], DTensor)
 
 
+def test_shards_in_shared_memory_are_trained_there():
+    def trained(shares):
+        torch.manual_seed(0)
+        model, batch = Net(), torch.ones(3, 8)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        with fake_mesh(4, ("dp",)) as mesh:
+            mode = DataParallel("fully_shard", reduce="sum")
+            compiled = compile(parallel_mode=mode, mesh=mesh, passes=True)(step)
+            compiled(model, optim, batch)
+            if shares:
+                model.share_memory()
+            compiled(model, optim, batch)
+            assert len(compiled.programs) == 1
+        locals_ = [each.to_local() for each in model.parameters()]
+        assert all(each.is_shared() == shares for each in locals_)
+        return locals_
+
+    assert all(map(torch.equal, trained(False), trained(True)))
+
+
 def test_tied_weights_are_one_shard():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight

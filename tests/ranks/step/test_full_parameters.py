@@ -2,9 +2,12 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import train_detached as train
 
 from torchspmd.errors import CaptureError, UsageError
@@ -72,3 +75,89 @@ def test_a_fully_sharded_model_is_evaluated_averaged_and_saved(ranks2):
         assert "embed.weight was written inside of the block" in errors[-1]
         assert all("with step.full_parameters(model)" in text for text in errors[3:5])
         assert len(errors) == 6
+
+
+def averaged_in_the_step(kind):
+    """Of the shards, by a copy of the model from before the first step."""
+    options = {
+        "mean": {},
+        "moving": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+        "own": {"avg_fn": lambda mean, new, count: 0.9 * mean + 0.1 * new},
+    }[kind]
+
+    def step(model, optim, average, x):
+        train(model, optim, x)
+        average.update_parameters(model)
+
+    x = torch.tensor([[0, 1], [2, 4]])
+    torch.manual_seed(0)
+    models = [Tied()]
+    models.append(copy.deepcopy(models[0]))
+    averages = [AveragedModel(each, **options) for each in models]
+    optims = [torch.optim.SGD(each.parameters(), lr=0.5) for each in models]
+    compiled = compile(step, parallel_mode=DataParallel("fully_shard"))
+    for _ in range(4):
+        for each, *call in zip((compiled, step), models, optims, averages, strict=True):
+            each(*call, x)
+    pairs = zip(averages[0].parameters(), averages[1].parameters(), strict=True)
+    off = max((a.full_tensor() - b).abs().max().item() for a, b in pairs)
+    return off, int(averages[0].n_averaged), type(averages[0].module.rnn.bias_ih_l0)
+
+
+@pytest.mark.parametrize("kind", ["mean", "moving", "own"])
+def test_shards_are_averaged_in_the_step(ranks2, kind):
+    for off, count, held in ranks2.run(averaged_in_the_step, kind):
+        assert off < 1e-6
+        assert count == 4
+        assert held is DTensor
+
+
+def pruned():
+    """Training between pruning and its end, beside that of one process."""
+    x = torch.ones(2, 4)
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))]
+    models.append(copy.deepcopy(models[0]))
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    step = compile(train, parallel_mode=DataParallel("fully_shard"))
+    errors = []
+
+    def train_both():
+        step(models[0], optims[0], x)
+        train(models[1], optims[1], x)
+
+    train_both()
+    for model in models:
+        with step.full_parameters(model):
+            prune.l1_unstructured(model[0], "weight", 0.3)
+            prune.l1_unstructured(model[0], "bias", 0.5)
+    train_both()
+    train_both()
+    try:
+        with step.full_parameters(models[0]):
+            prune.remove(models[0][0], "bias")
+    except UsageError as error:
+        errors.append(str(error))
+    prune.remove(models[1][0], "bias")
+    shards = models[0][0].weight_orig, models[0][0].bias
+    masks = models[0][0].weight_mask, (models[1][0].bias != 0).float()
+    with torch.no_grad():
+        for shard, mask in zip(shards, masks, strict=True):
+            shard.mul_(distribute_tensor(mask, shard.device_mesh, shard.placements))
+    for model in models:
+        with step.full_parameters(model):
+            prune.remove(model[0], "weight")
+    assert models[0][0].weight is shards[0]
+    train_both()
+    pairs = [dict(each.named_parameters()) for each in models]
+    assert pairs[0].keys() == pairs[1].keys()
+    off = [
+        (pairs[0][name].full_tensor() - pairs[1][name]).abs().max() for name in pairs[1]
+    ]
+    return max(off).item(), errors
+
+
+def test_parameters_are_pruned_while_they_are_whole(ranks2):
+    for off, (error,) in ranks2.run(pruned):
+        assert off < 1e-6
+        assert "0.bias_orig was written inside of the block" in error

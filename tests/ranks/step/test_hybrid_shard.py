@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training import train_in_float as train
 
+from torchspmd.errors import ShadowError
 from torchspmd.step import DataParallel, compile
 
 LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -125,3 +126,79 @@ def run_micro_batches():
 def test_micro_batches_are_reduced_once(ranks4):
     for sent in ranks4.run(run_micro_batches):
         assert sent["reduce_scatter"] == sent["all_reduce"] == 5
+
+
+class Scaled(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def draw(model):
+    model.up.reset_parameters()
+    nn.init.normal_(model.scale, 1.0, 0.1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def train_and_draw(model, optim, batch):
+    train(model, optim, batch)
+    draw(model)
+
+
+def drawn(axes):
+    """Differences from one process, where every rank has its seed."""
+    names = ("replicate", "shard")[-len(axes) :]
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
+    torch.manual_seed(0)
+    model = Scaled()
+    plain, batch = copy.deepcopy(model), torch.ones(6, 8)
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    step = compile(train_and_draw, parallel="fully_shard", mesh=mesh, shadow=2)
+    for number in range(3):
+        torch.manual_seed(number)
+        step(model, optims[0], batch)
+        torch.manual_seed(number)
+        train_and_draw(plain, optims[1], batch)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max((a.full_tensor() - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("axes", [(4,), (2, 2)])
+def test_draws_for_shards_are_those_of_one_process(ranks4, axes):
+    assert max(ranks4.run(drawn, axes)) < 1e-6
+
+
+def draw_apart(axes, *, in_step):
+    """The error where ranks draw for parameters that they hold alike."""
+    names = ("replicate", "shard")[-len(axes) :]
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
+    torch.manual_seed(0)
+    model, batch = Scaled(), torch.ones(6, 8)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    function = train_and_draw if in_step else train
+    step = compile(function, parallel="fully_shard", mesh=mesh, shadow=3)
+    step(model, optim, batch)
+    torch.manual_seed(dist.get_rank())
+    if not in_step:
+        draw(model)
+    try:
+        step(model, optim, batch)
+    except ShadowError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize(
+    ("axes", "name"), [((4,), "Scaled.scale"), ((2, 2), "Scaled.")]
+)
+def test_replicas_that_drew_apart_are_found(ranks4, axes, in_step, name):
+    for text in ranks4.run(draw_apart, axes, in_step=in_step):
+        assert f"replicated parameter {name}" in text
+        assert "has other values on rank" in text

@@ -112,7 +112,9 @@ _VALUE_FIX = (
     "cannot be captured.\nReturn the tensor and read it after the step, or choose with "
     "torch.where. A choice by a buffer that is one number (`if self.initialized:`, "
     "`self.count.item() % 2`) is captured, as long as it follows from its value before the "
-    "step; what reads one as a number of Python, by float() or int(), is not."
+    "step; what reads one as a number of Python, by float() or int(), is not. A place that "
+    "a buffer holds is an index as it is: `place = (self.ptr + torch.arange(n)) % size`, "
+    "`self.queue.index_copy_(1, place, keys)`, `self.ptr.copy_((self.ptr + n) % size)`."
 )
 _SIZE_FIX = (
     "A graph has no values before it runs, and every tensor in it has a known size.\n"

@@ -26,7 +26,9 @@ from torchspmd.step.modes.shard_layout import (
     empty_shard,
     plan_layout,
     plan_shardings,
+    read_sharding,
 )
+from torchspmd.step.modes.whole_draws import WholeDraws
 
 
 @final
@@ -62,12 +64,17 @@ class FullySharded(ParallelMode):
     def lay_out(self, inventory: Inventory) -> Relayout | None:
         """Shards for the parameters that are none yet."""
         self._shardings = plan_shardings(inventory, self.axes)
+        _torch.share_memory_of_shards()
         return plan_layout(inventory, self._shardings)
 
     def stand_in(self, inventory: Inventory) -> Callable[[int], torch.Tensor]:
         """Shards without values: whole states would take the memory of whole models."""
         shardings = plan_shardings(inventory, self.axes)
         return lambda slot: empty_shard(inventory.slots[slot], shardings[slot])
+
+    def tracing(self) -> contextlib.AbstractContextManager[Any]:
+        """Random numbers for shards are those of the whole parameter."""
+        return WholeDraws(self._shardings.values())
 
     @contextlib.contextmanager
     def installed(
@@ -111,6 +118,15 @@ class FullySharded(ParallelMode):
             forwards_see(casting, inventory),
         ):
             yield
+
+    def part_of(self, tensor: torch.Tensor) -> str:
+        """Which rows of a tensor this rank holds; empty for all of them."""
+        layout = _torch.layout_of(tensor)
+        sharding = None if layout is None else read_sharding(layout, self.axes)
+        if sharding is None or not sharding.is_sharded:
+            return ""
+        first, end = sharding.kept
+        return f"[{first}:{end}]"
 
     def reduce_whole(self, gradient: torch.Tensor) -> torch.Tensor:
         """A whole gradient of such a call, reduced as those of shards are."""

@@ -23,13 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.autograd.function import once_differentiable
+from torch.optim.swa_utils import AveragedModel
 
 from torchspmd import _torch
 from torchspmd.comm import Phase
 from torchspmd.errors import CaptureError
 from torchspmd.step.capture.inventory import Inventory
 from torchspmd.step.capture.substitute import pass_for
-from torchspmd.step.capture.trace_modes import FunctionMode
+from torchspmd.step.capture.trace_modes import FunctionMode, replaced
 from torchspmd.step.capture.user_code import calling_line
 from torchspmd.step.graph.aliases import find_aliases, written_nodes
 from torchspmd.step.graph.metadata import OwnerLog, last_node, owner_of
@@ -422,6 +423,9 @@ def forwards_see(wholes: Wholes, inventory: Inventory) -> Iterator[None]:
             if any(map(wholes.owns, table.values())):
                 stack.callback(vars(module).__setitem__, "_parameters", table)
                 vars(module)["_parameters"] = GatheringTable(table, wholes)
+        # It detaches all parameters itself; without gradients they stay shards.
+        average = torch.no_grad()(AveragedModel.update_parameters)
+        stack.enter_context(replaced((AveragedModel, "update_parameters", average)))
         stack.enter_context(GatherForFunctions(wholes))
         yield
 
@@ -440,7 +444,7 @@ def check_writes(traced: fx.GraphModule) -> None:
             if root in names:
                 raise CaptureError(
                     f"compile: {owner_of(node).module} writes into {names[root]} "
-                    "inside of forward, where it is a gathered copy that is thrown "
-                    "away. Write to it in the step itself, under torch.no_grad(), "
-                    "where it is the shard."
+                    "inside of forward, or with gradients enabled, where it is a "
+                    "gathered copy that is thrown away. Write to it in the step "
+                    "itself, under torch.no_grad(), where it is the shard."
                 )

@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,9 @@ from torchspmd.comm import format_count
 from torchspmd.comm.exchange import post_failure
 from torchspmd.errors import ShadowError, ShadowWarning
 from torchspmd.layout.rounding import Tolerance
-from torchspmd.step.capture.inventory import Inventory
+from torchspmd.step.capture.inventory import Inventory, Role
 from torchspmd.step.capture.parallel_mode import ParallelMode
-from torchspmd.step.capture.rank_divergence import checksum_parameters
+from torchspmd.step.capture.rank_divergence import checksum_parameters, checksums
 from torchspmd.step.flush_hooks import without_flushing, without_flushing_in_backward
 from torchspmd.step.graph.collectives import peers_of
 from torchspmd.step.modes.fully_shard import FullySharded
@@ -437,7 +437,7 @@ class Shadow:
         told = _Told(call.void, str(found[0]) if found else "")
         all_told = {-1: told}
         if len(ranks) > 1:
-            sums = checksum_parameters(call.inventory, call.mode)
+            sums = _checksums(call)
             text = json.dumps(told._replace(sums=sums))
             try:
                 texts = self._exchange(text, ranks, "end")
@@ -604,14 +604,29 @@ def _unlike_replicas(told: Mapping[int, _Told], mode: ParallelMode) -> list[Diff
     mesh = mode.mesh
     if mesh is None or len(told) < 2:
         return []
-    replicas = {rank: told[rank] for rank in mesh.mesh.flatten().tolist()}
-    (first, ours), *others = replicas.items()
-    for rank, each in others:
-        for one, other in zip(ours.sums, each.sums, strict=False):
-            if one != other:
-                text = f" has other values on rank {first} than on rank {rank}"
-                return [Difference(Kind.REPLICA, one.partition(" ")[0], text)]
+    known: dict[str, tuple[int, str]] = {}
+    for rank in mesh.mesh.flatten().tolist():
+        for text in told[rank].sums:
+            name = text.partition(" ")[0]
+            first, one = known.setdefault(name, (rank, text))
+            if one != text:
+                amount = f" has other values on rank {first} than on rank {rank}"
+                return [Difference(Kind.REPLICA, name, amount)]
     return []
+
+
+def _checksums(call: _Call) -> Sequence[str]:
+    """Checksums of what this rank holds of parameters, by which part of them it is."""
+    mode = call.mode
+    if not isinstance(mode, FullySharded):
+        return checksum_parameters(call.inventory, mode)
+    return checksums(
+        [
+            replace(slot, name=f"{slot.name}{mode.part_of(slot.tensor)}")
+            for slot in call.inventory.slots
+            if slot.role is Role.PARAMETER
+        ]
+    )
 
 
 def _why_void(eager: Eager, mode: ParallelMode) -> Skip | None:
