@@ -19,7 +19,7 @@ _functional_ops = torch.ops._c10d_functional
 
 
 # In-place operators on lists: what they write into partial values is lost, and not refused.
-LOSES_WRITES_OF_LISTS = torch.__version__ < (2, 13)
+LOSES_WRITES_OF_LISTS = torch.__version__ < "2.13"
 
 
 def local_tensor(tensor: "DTensor") -> torch.Tensor:
