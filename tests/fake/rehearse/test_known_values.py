@@ -117,9 +117,23 @@ def test_what_torch_offloads_is_no_question(rehearse):
 
 def test_values_are_read_in_inference_mode(rehearse):
     with rehearse() as recording, torch.inference_mode():
-        assert torch.arange(3, device="cuda").tolist() == [1, 1, 1]
+        assert torch.arange(3, device="cuda").tolist() == [0, 1, 2]
         assert torch.rand(3, device="cuda").mean().item() == 1.0
-    assert len(recording.notes) == 2
+        mask = torch.ones(2, 9, dtype=torch.bool).cuda()
+        mask[:, 7:] = False  # padding, as a reference model is given
+        assert not mask.all() and mask[:, :7].all()
+    assert len(recording.notes) == 1
+
+
+def test_views_in_inference_mode_see_all_writes(rehearse):
+    with rehearse(), torch.inference_mode():
+        tokens = torch.empty(8, dtype=torch.int64, device="cuda")
+        prompt = tokens[:3]
+        prompt.copy_(torch.arange(3, device="cuda"))
+        prompt.add_(1)
+        assert prompt.tolist() == [1, 2, 3]
+        tokens.random_(9)
+        assert _torch.known_tensor(prompt) is None
 
 
 def test_views_in_inference_mode_of_what_was_made_outside(rehearse):
