@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torchspmd import _torch
+from torchspmd.rehearse.recording import Op
 
 
 def written_in_parts():
@@ -174,3 +176,22 @@ def test_data_that_is_replaced_brings_its_own_values(rehearse):
         assert tensor.tolist() in ([4, 4], [1, 1])  # known, or not; never as before
         tensor.data = torch.randn(2, device="cuda")
         assert _torch.known_tensor(tensor) is None
+
+
+def _inferred(x):
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device="cuda").tril()
+    heads = F.rms_norm(F.linear(x, x[0]), (8,))[:, None].expand(-1, 2, -1, -1)
+    result = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+    return F.log_softmax(result.float(), -1).to(torch.bfloat16).reshape(-1, 8) @ x[0]
+
+
+def test_inference_mode_runs_the_operators_of_no_grad(rehearse):
+    ran = []
+    for without_gradients in (torch.no_grad, torch.inference_mode):
+        with rehearse() as recording:
+            x = torch.randn(2, 8, 8, device="cuda", dtype=torch.bfloat16)
+            with without_gradients():
+                assert _inferred(x).is_inference() == (len(ran) == 1)
+        ran.append([e.name for e in recording.events if isinstance(e, Op)])
+    assert ran[0] == ran[1]
+    assert "aten._scaled_dot_product_cudnn_attention.default" in ran[1]
