@@ -297,8 +297,9 @@ def _attention_flops(op: Op, *, backward: bool) -> float:
     batch, heads, rows, width = query.shape
     columns, value_width = key.shape[2], value.shape[3]
     flops = 2.0 * batch * heads * rows * columns * (width + value_width)
-    if _scalars(op).get("is_causal"):
-        flops /= 2
+    facts = _scalars(op)
+    part = facts.get("part_of_scores", 0.5 if facts.get("is_causal") else 1.0)
+    flops *= float(str(part))
     # Backward: scores again, and gradients of scores, values, queries and keys.
     return flops * 2.5 if backward else flops
 
