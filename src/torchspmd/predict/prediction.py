@@ -20,6 +20,7 @@ from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.slices import timeline_json
 from torchspmd.predict.stages import fill_in
 from torchspmd.predict.timeline import Item, Kind, Run, simulate
+from torchspmd.predict.traffic import base_name
 from torchspmd.rehearse.recording import Event, Op, Phase, Recording
 
 __all__ = ["ErrorBar", "Stage", "TimePrediction", "predict_time"]
@@ -167,11 +168,21 @@ class TimePrediction:
             and not event.views
             and not is_known(event.name)
         )
-        if unknown:
-            names = ", ".join(
-                f"{name} ({count})" for name, count in sorted(unknown.items())
-            )
-            notes.append(f"Operators that are priced by their bytes alone: {names}.")
+        foreign = {name for name in unknown if not base_name(name)}
+        for names, kind in (
+            (
+                sorted(unknown.keys() - foreign),
+                "Operators that are priced by their bytes alone",
+            ),
+            (
+                sorted(foreign),
+                "Operators of other libraries are priced by their bytes alone, whatever "
+                "they compute, and the FLOPs of the model are without theirs",
+            ),
+        ):
+            if names:
+                counts = ", ".join(f"{name} ({unknown[name]})" for name in names)
+                notes.append(f"{kind}: {counts}.")
         if self.is_long:
             notes.append(
                 "Of what would make it faster, only changes to the pipeline were tried: "

@@ -297,7 +297,7 @@ def _part_computed(block_mask: Sequence[Any], rows: int, columns: int) -> float 
     known = [real for each in counts if (real := _known(each)) is not None]
     if len(known) == len(counts):
         blocks = partly.numel() * places.size(-1)
-        return min(1.0, sum(int(each.sum()) for each in known) / blocks)
+        return min(1.0, sum(int(each.clamp_min(0).sum()) for each in known) / blocks)
     # Three rows of some blocks, and three columns of each.
     each = max(1, -(-rows // height) // _SAMPLED)
     row = _within(torch.arange(each // 2 * height, rows, each * height), height, rows)

@@ -1,6 +1,7 @@
 """Predicted steps of hand-made recordings: what they are made of, told and suggested."""
 
 import math
+from functools import partial
 
 import pytest
 
@@ -327,6 +328,24 @@ def test_unknown_operators_are_listed():
 
     notes = predict_time(two_steps(body), H100).notes()
     assert any("mylib.surprise.default (1)" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["mm", "silu", "scaled_attention", "convolution"])
+def test_what_other_libraries_call_like_torch_is_not_taken_for_it(name):
+    """Such as a product that transposes its second matrix; no compiler fuses it."""
+
+    def body(script, region):
+        left, right = tensor(8192, 1024), tensor(4096, 1024, storage=2)
+        script.op("aten.relu.default", (left,), (left,), region=region)
+        result = tensor(8192, 4096, storage=3)
+        script.op(f"mylib.{name}.default", (left, right), (result,), region=region)
+        script.op("aten.relu.default", (result,), (result,), region=region)
+
+    for region in (None, 1):
+        prediction = predict_time(two_steps(partial(body, region=region)), H100)
+        [note] = [note for note in prediction.notes() if f"mylib.{name}" in note]
+        assert note.startswith("Operators of other libraries are priced by their bytes")
+        assert not prediction.model_flops
 
 
 def test_operators_of_a_compiled_region_are_one_kernel():
