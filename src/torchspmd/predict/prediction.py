@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchspmd.predict.account import Part, StepAccount, account_for
+from torchspmd.predict.alike import unlike_note
 from torchspmd.predict.collectives import Link
 from torchspmd.predict.evaluation import without_evaluation
 from torchspmd.predict.figures import Figures
@@ -161,6 +162,8 @@ class TimePrediction:
     def notes(self) -> list[str]:
         """What was assumed for this prediction, and what was not known."""
         notes = list(self.program.notes)
+        if unlike := unlike_note(self.recording):
+            notes.append(unlike)
         unknown = Counter(
             event.name
             for place in self.program.costs

@@ -1149,11 +1149,14 @@ class Recorder:
     def end_step(self, *optimizers: Optimizer) -> None:
         """Optimizers have made a step: one that follows at once moves the mark."""
         self._thread = threading.get_ident()
-        if self._rounds.after(*optimizers) is Turn.WITHIN:
+        turn = self._rounds.after(*optimizers)
+        if turn is Turn.WITHIN:
             return
         if self._last_end is not None:
             self.recording.steps -= 1
             self._events[self._last_end] = EventRecord(-1, 0)  # means nothing
+        if turn is Turn.NEW:
+            self.recording.parts = self.recording.steps
         self._last_end = len(self._events)
         if self.stream:
             self.recording.unsteady = self.recording.steps

@@ -321,6 +321,34 @@ def test_a_file_without_a_power_limit_is_told():
         assert any(text in note for note in notes) == is_told
 
 
+def _told_as_unlike(recording):
+    notes = predict_time(recording, H100).notes()
+    return [note for note in notes if note.startswith("The steps that were rehearsed")]
+
+
+def test_a_step_that_is_not_like_those_before_it_is_a_note():
+    script = Script()
+    for products in (3, 1):  # as a rollout before the first of two updates
+        script.begin()
+        for _ in range(products):
+            script.product(8192)
+        script.end()
+    [note] = _told_as_unlike(script.recording)
+    assert "products of 3.3 TFLOP before the step that is told, which has 1.1." in note
+
+
+def test_optimizers_that_take_turns_make_steps_that_are_alike():
+    script = Script()
+    for products in (1, 2, 3):  # of the critic, the actor, and both
+        script.begin()
+        for _ in range(products):
+            script.product(8192)
+        script.end()
+    script.recording.parts = 1
+    assert _told_as_unlike(script.recording) == []
+    assert _told_as_unlike(two_steps(training)) == []
+
+
 def test_unknown_operators_are_listed():
     def body(script):
         x = tensor(1 << 20)
