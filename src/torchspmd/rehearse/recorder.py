@@ -1158,7 +1158,7 @@ class Recorder:
         if turn is Turn.NEW:
             self.recording.parts = self.recording.steps
         self._last_end = len(self._events)
-        if self.stream:
+        if self.stream or any(map(_torch.has_first_buckets, self._roots)):
             self.recording.unsteady = self.recording.steps
         self._events.append(Mark(MarkKind.STEP_END, self.recording.steps))
         self.recording.steps += 1

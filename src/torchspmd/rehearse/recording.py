@@ -398,8 +398,9 @@ class Recording:
         steps: Optimizer steps that the events have, finished ones.
         parts: How many of them, at the beginning, were parts of the first round of several
             optimizers, before its last one.
-        unsteady: The last step, from 0, in which a CUDA graph was captured, or that ran on
-            a side stream as before a capture; -1: none.
+        unsteady: The last step, from 0, in which a CUDA graph was captured, that ran on a
+            side stream as before a capture, or whose gradients had no buckets yet;
+            -1: none.
         modules: Modules that were called, by path, parents first.
         axes: Sizes of the axes of the script's meshes, by name.
         clears_first: Whether the script clears gradients before it computes them, and so

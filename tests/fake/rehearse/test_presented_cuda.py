@@ -46,6 +46,7 @@ from torchspmd.rehearse.recording import (
     Comm,
     EventRecord,
     EventWait,
+    MarkKind,
     Op,
     Phase,
     RecordStream,
@@ -54,6 +55,8 @@ from torchspmd.rehearse.recording import (
     Wait,
 )
 from torchspmd.rehearse.values import NoValueError
+from torchspmd.rehearse.window import StepWindow
+from torchspmd.rehearse.world import EndOfWindow
 from torchspmd.trace import CommDebugMode
 
 
@@ -1482,3 +1485,28 @@ def test_errors_of_threads_are_the_scripts_own(rehearse):
     with rehearse(), ThreadPoolExecutor(1) as pool:
         with pytest.raises(ZeroDivisionError):
             pool.submit(lambda: 1 / 0).result()
+
+
+@pytest.mark.parametrize(("is_static", "steps"), [(True, 3), (False, 2)])
+def test_a_static_graph_is_steady_with_its_buckets(rehearse, is_static, steps):
+    with rehearse(2) as recording, pytest.raises(EndOfWindow):
+        dist.init_process_group("nccl")
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).cuda()
+        model = DistributedDataParallel(
+            model, static_graph=is_static, bucket_cap_mb=0.5
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ledger = CommDebugMode()
+        with StepWindow(ledger, skip=1, steps=1, rehearsed=recording):
+            for _ in range(5):
+                model(torch.ones(2, 256, device="cuda")).sum().backward()
+                optimizer.step()
+    assert recording.steps == steps
+    [*_, end, last] = [
+        place
+        for place, event in enumerate(recording.events)
+        if getattr(event, "kind", None) is MarkKind.STEP_END
+    ]
+    sent = [e for e in recording.events[end:last] if isinstance(e, Comm)]
+    assert len(sent) > 3
+    assert not recording.warms_up
