@@ -22,7 +22,7 @@ from torchspmd.predict.slices import timeline_json
 from torchspmd.predict.stages import fill_in
 from torchspmd.predict.timeline import Item, Kind, Run, simulate
 from torchspmd.predict.traffic import base_name
-from torchspmd.rehearse.recording import Event, Op, Phase, Recording
+from torchspmd.rehearse.recording import Comm, Event, Op, Phase, Recording
 
 __all__ = ["ErrorBar", "Stage", "TimePrediction", "predict_time"]
 
@@ -159,11 +159,26 @@ class TimePrediction:
         """Whether a group of the step is on several nodes."""
         return any(item.link is Link.NETWORK for item in self.program.items)
 
+    @property
+    def sends(self) -> bool:
+        """Whether ranks, if there are several, tell each other more than to wait."""
+        sent = (item.event for item in self.program.items)
+        return self.recording.world_size == 1 or any(
+            isinstance(event, Comm) and event.kind != "barrier" and len(event.ranks) > 1
+            for event in sent
+        )
+
     def notes(self) -> list[str]:
         """What was assumed for this prediction, and what was not known."""
         notes = list(self.program.notes)
         if unlike := unlike_note(self.recording):
             notes.append(unlike)
+        if self.account is not None and not self.sends:
+            notes.append(
+                f"The {self.recording.world_size} ranks send each other nothing in the "
+                "step: each trains a model of its own. If they should train one, wrap it, "
+                "as in DistributedDataParallel or fully_shard."
+            )
         unknown = Counter(
             event.name
             for place in self.program.costs

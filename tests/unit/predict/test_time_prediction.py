@@ -349,6 +349,20 @@ def test_optimizers_that_take_turns_make_steps_that_are_alike():
     assert _told_as_unlike(two_steps(training)) == []
 
 
+@pytest.mark.parametrize(
+    ("world_size", "kind", "is_told"),
+    [(8, "", True), (8, "barrier", True), (8, "all_reduce", False), (1, "", False)],
+)
+def test_ranks_that_send_each_other_nothing_are_a_note(world_size, kind, is_told):
+    def body(script):
+        script.product(1024)
+        if kind:
+            script.comm(kind, 0 if kind == "barrier" else 4)
+
+    notes = predict_time(two_steps(body, world_size=world_size), H100).notes()
+    assert any("send each other nothing" in note for note in notes) == is_told
+
+
 def test_unknown_operators_are_listed():
     def body(script):
         x = tensor(1 << 20)
