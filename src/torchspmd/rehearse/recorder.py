@@ -239,6 +239,7 @@ class Recorder:
         outputs = self._results(facts.name, result, number, site)
         if not any(spec.device == "cuda" for spec in (*inputs, *outputs)):
             del self._events[place:]
+            self.values.after(func, facts.name, args, kwargs, result)  # as of offloaded
             return result
         if facts.communicates is not None:
             arguments = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}

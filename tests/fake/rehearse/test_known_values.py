@@ -195,3 +195,12 @@ def test_inference_mode_runs_the_operators_of_no_grad(rehearse):
         ran.append([e.name for e in recording.events if isinstance(e, Op)])
     assert ran[0] == ran[1]
     assert "aten._scaled_dot_product_cudnn_attention.default" in ran[1]
+
+
+def test_offloaded_gradients_are_healthy_too(rehearse):
+    with rehearse() as recording:
+        gradient = torch.randn(2048, 2048, device="cuda").cpu()
+        assert not torch.isnan(gradient).any()
+        assert torch.isfinite(gradient.norm())
+        assert torch.arange(4).sum() == 6  # is real
+    assert recording.notes == []
