@@ -204,3 +204,17 @@ def test_offloaded_gradients_are_healthy_too(rehearse):
         assert torch.isfinite(gradient.norm())
         assert torch.arange(4).sum() == 6  # is real
     assert recording.notes == []
+
+
+def test_what_other_libraries_call_like_torch_has_no_known_values(rehearse):
+    library = torch.library.Library("known_values", "DEF")
+    library.define("zeros_like(Tensor x) -> Tensor")
+    library.impl("zeros_like", torch.empty_like, "Meta")
+    try:
+        with rehearse() as recording:
+            x = torch.randn(3, device="cuda")
+            made = torch.ops.known_values.zeros_like(x)
+            assert made.sum().item() == 1.0
+        assert "reads a value: 1.0 was given" in recording.notes[0]
+    finally:
+        _torch.remove_library(library)
