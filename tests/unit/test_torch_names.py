@@ -336,6 +336,16 @@ def test_is_first_ddp_step():
     assert not _torch.is_first_ddp_step(nn.Linear(2, 2))
 
 
+def test_has_first_buckets():
+    for is_static in (True, False):
+        with fake_world(2), _torch.ddp_on_fake_groups():
+            layer = nn.Linear(2, 2)
+            model = nn.parallel.DistributedDataParallel(layer, static_graph=is_static)
+            for first in (is_static, is_static, False):
+                model(torch.ones(1, 2)).sum().backward()
+                assert _torch.has_first_buckets(nn.Sequential(model)) == first
+
+
 def test_landmark():
     assert _torch.landmark(nn.Module._call_impl.__code__) == Landmark.MODULE_CALL
     clip = inspect.unwrap(nn.utils.clip_grad_norm_).__code__

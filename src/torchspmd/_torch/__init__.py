@@ -122,6 +122,7 @@ from torchspmd._torch.groups import fake_store as fake_store
 from torchspmd._torch.groups import file_store as file_store
 from torchspmd._torch.groups import find_group as find_group
 from torchspmd._torch.groups import gathers_of_any_shape as gathers_of_any_shape
+from torchspmd._torch.groups import has_first_buckets as has_first_buckets
 from torchspmd._torch.groups import is_first_ddp_step as is_first_ddp_step
 from torchspmd._torch.groups import live_meshes as live_meshes
 from torchspmd._torch.groups import num_unwaited as num_unwaited

@@ -239,6 +239,9 @@ class FakeDeviceMode(FakeTensorMode):
             return self.dispatch(func, types, args, kwargs)
         if func in _LIFTS:
             return args[0]
+        if torch.is_inference_mode_enabled() and (composed := _composed(func)):
+            with self:
+                return composed(*args, **kwargs)
         args, kwargs = self._without_values(args), self._without_values(kwargs)
         self._inside = True
         if threading.get_ident() != self._thread:
@@ -381,6 +384,19 @@ def _views_other(func: Any, args: Sequence[Any]) -> bool:
     """Whether a view shares the writes of a tensor that inference mode did not make."""
     is_view = isinstance(func, OpOverload) and func.is_view
     return is_view and isinstance(args[0], torch.Tensor) and not args[0].is_inference()
+
+
+def _composed(func: Any) -> Callable[..., Any] | None:
+    """What takes an operator apart where autograd is, which inference mode skips."""
+    if not isinstance(func, OpOverload):
+        return None
+    has: Any = functools.partial(
+        torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    )
+    if has("AutogradCPU"):  # as attention chooses its kernel in a rehearsal
+        return functools.partial(func._op_dk, torch._C.DispatchKey.AutogradCPU)
+    has_own = has("CPU") or func.name() == "aten::_fused_rms_norm"  # CUDA has one
+    return func.decompose if has("CompositeImplicitAutograd") and not has_own else None
 
 
 def _is_container_or_real(value: object) -> bool:

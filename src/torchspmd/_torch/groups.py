@@ -197,6 +197,19 @@ def is_first_ddp_step(module: torch.nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel) and not module._lazy_init_ran
 
 
+def has_first_buckets(model: torch.nn.Module) -> bool:
+    """Whether DistributedDataParallel in it still sends all gradients at once.
+
+    With ``static_graph=True`` it makes its buckets in the third step.
+    """
+    return any(
+        isinstance(each, DistributedDataParallel)
+        and each.static_graph
+        and not each._has_rebuilt_buckets
+        for each in model.modules()
+    )
+
+
 # DDP insists on its own class as the bucket's annotation, or on none.
 def _reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)  # as DDP does

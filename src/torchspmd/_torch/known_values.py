@@ -73,11 +73,9 @@ def set_known(
         why: What was assumed; empty where they are certain.
         writes: Whether an operator that is under way writes them.
     """
-    if tensor.is_inference():  # does not count its writes
-        return
     _, memory = getattr(tensor, "known_tensor", (None, None))
     if not writes:
-        tensor.known_tensor = (real, _Memory(tensor._version, why))
+        tensor.known_tensor = (real, _Memory(_writes(tensor), why))
     elif memory is None or memory.version is not None:  # else views share them
         tensor.known_tensor = (real, _Memory(None, why))
 
@@ -88,10 +86,18 @@ def followed(tensor: Any) -> Known | None:
     if real is None or memory is None:
         return None
     if memory.version is None:
-        memory.version = tensor._version
-    if memory.version != tensor._version:
+        memory.version = _writes(tensor)
+    if memory.version != _writes(tensor):
         return None
     return Known(real, memory.why)
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """How often it was written, itself or by another name of its memory."""
+    if not tensor.is_inference():
+        return tensor._version
+    # torch counts none of what inference mode made: ``write_known`` does.
+    return getattr(tensor.untyped_storage(), "torchspmd_writes", 0)
 
 
 def forget_known(tensor: Any) -> None:
@@ -194,26 +200,31 @@ def write_known(
     """
     if not isinstance(func, OpOverload):
         return
-    is_copy = func is torch.ops.aten.copy_.default
-    if is_copy and not forgets and followed(args[0]) is None:
-        _overwrite(args[0], followed(args[1]))
-        return
     written: list[Any] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             written += value if isinstance(value, list | tuple) else [value]
-    written = [each for each in written if hasattr(each, "known_tensor")]
-    found = None
-    is_one = len(written) == 1 and not forgets
-    if is_one and is_worth_following(written[0].known_tensor[0]):
-        found = _compute(func, args, kwargs)
-    for tensor in written:
-        memory = tensor.known_tensor[1]
-        holds = found is not None or (keeps and followed(tensor) is not None)
-        memory.version = None if holds else -1  # of no tensor
-        if found is not None:
-            memory.why = found.why
+    is_copy = func is torch.ops.aten.copy_.default
+    if is_copy and not forgets and followed(args[0]) is None:
+        _overwrite(args[0], followed(args[1]))
+    else:
+        known = [each for each in written if hasattr(each, "known_tensor")]
+        found = None
+        is_one = len(known) == 1 and not forgets
+        if is_one and is_worth_following(known[0].known_tensor[0]):
+            found = _compute(func, args, kwargs)
+        for tensor in known:
+            memory = tensor.known_tensor[1]
+            holds = found is not None or (keeps and followed(tensor) is not None)
+            memory.version = None if holds else -1  # of no tensor
+            if found is not None:
+                memory.why = found.why
+    if torch.is_inference_mode_enabled():
+        for tensor in written:
+            if isinstance(tensor, torch.Tensor) and tensor.is_inference():
+                storage: Any = tensor.untyped_storage()
+                storage.torchspmd_writes = _writes(tensor) + 1
 
 
 def _overwrite(tensor: torch.Tensor, source: Known | None) -> None:

@@ -9,6 +9,7 @@ device directly.
 from dataclasses import dataclass, field
 
 from torchspmd.predict.hardware import Hardware
+from torchspmd.predict.traffic import base_name
 from torchspmd.rehearse.recording import OF_PROGRAM, Comm, Op, Phase
 
 __all__ = ["FixedMemory", "FixedPart", "Workspace"]
@@ -71,7 +72,7 @@ class FixedMemory:
 
     def after_op(self, op: Op) -> list[Workspace]:
         """The workspaces that this operator is the first to need."""
-        name = op.name.split(".")[1] if "." in op.name else op.name
+        name = base_name(op.name)
         if name not in _CUBLAS or op.views:
             return []
         is_apart = op.site.phase in _AUTOGRAD_THREAD and op.through not in OF_PROGRAM

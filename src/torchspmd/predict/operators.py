@@ -67,7 +67,8 @@ class Cost(NamedTuple):
         seconds: On the device.
         nbytes: That it moves.
         flops: Floating-point operations.
-        kind: ``matmul``, ``attention``, ``convolution``, ``memory``, ``copy`` or ``view``.
+        kind: ``matmul``, ``attention``, ``convolution``, ``memory``, ``foreign``,
+            ``copy`` or ``view``.
         kernels: That it launches; those of torch's own operators count as one.
         busy: Seconds of a large product that would take as much energy; 0 without tensor
             cores.
@@ -158,7 +159,9 @@ class Pricer:
         if flops:
             seconds = self._convolutions.price(op, nbytes)
             return Cost(seconds, nbytes, flops, "convolution", busy=busy)
-        return Cost(price_memory_bound(self._tables, op, nbytes), nbytes, 0.0, "memory")
+        seconds = price_memory_bound(self._tables, op, nbytes)
+        # No compiler fuses what other libraries compute.
+        return Cost(seconds, nbytes, 0.0, "memory" if base else "foreign")
 
 
 def is_known(name: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchspmd.predict.account import Part, StepAccount, account_for
+from torchspmd.predict.alike import unlike_note
 from torchspmd.predict.collectives import Link
 from torchspmd.predict.evaluation import without_evaluation
 from torchspmd.predict.figures import Figures
@@ -20,7 +21,8 @@ from torchspmd.predict.program import Program, price_step
 from torchspmd.predict.slices import timeline_json
 from torchspmd.predict.stages import fill_in
 from torchspmd.predict.timeline import Item, Kind, Run, simulate
-from torchspmd.rehearse.recording import Event, Op, Phase, Recording
+from torchspmd.predict.traffic import base_name
+from torchspmd.rehearse.recording import Comm, Event, Op, Phase, Recording
 
 __all__ = ["ErrorBar", "Stage", "TimePrediction", "predict_time"]
 
@@ -157,9 +159,26 @@ class TimePrediction:
         """Whether a group of the step is on several nodes."""
         return any(item.link is Link.NETWORK for item in self.program.items)
 
+    @property
+    def sends(self) -> bool:
+        """Whether ranks, if there are several, tell each other more than to wait."""
+        sent = (item.event for item in self.program.items)
+        return self.recording.world_size == 1 or any(
+            isinstance(event, Comm) and event.kind != "barrier" and len(event.ranks) > 1
+            for event in sent
+        )
+
     def notes(self) -> list[str]:
         """What was assumed for this prediction, and what was not known."""
         notes = list(self.program.notes)
+        if unlike := unlike_note(self.recording):
+            notes.append(unlike)
+        if self.account is not None and not self.sends:
+            notes.append(
+                f"The {self.recording.world_size} ranks send each other nothing in the "
+                "step: each trains a model of its own. If they should train one, wrap it, "
+                "as in DistributedDataParallel or fully_shard."
+            )
         unknown = Counter(
             event.name
             for place in self.program.costs
@@ -167,11 +186,21 @@ class TimePrediction:
             and not event.views
             and not is_known(event.name)
         )
-        if unknown:
-            names = ", ".join(
-                f"{name} ({count})" for name, count in sorted(unknown.items())
-            )
-            notes.append(f"Operators that are priced by their bytes alone: {names}.")
+        foreign = {name for name in unknown if not base_name(name)}
+        for names, kind in (
+            (
+                sorted(unknown.keys() - foreign),
+                "Operators that are priced by their bytes alone",
+            ),
+            (
+                sorted(foreign),
+                "Operators of other libraries are priced by their bytes alone, whatever "
+                "they compute, and the FLOPs of the model are without theirs",
+            ),
+        ):
+            if names:
+                counts = ", ".join(f"{name} ({unknown[name]})" for name in names)
+                notes.append(f"{kind}: {counts}.")
         if self.is_long:
             notes.append(
                 "Of what would make it faster, only changes to the pipeline were tried: "

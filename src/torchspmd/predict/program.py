@@ -27,9 +27,10 @@ __all__ = ["Program", "price_step"]
 
 _OF_GRAPHS = frozenset({"graph", "replay"})  # CUDA graphs: kernels follow at once
 _WARMS_UP = (
-    "The step that is predicted captured a CUDA graph, or ran on a side stream as before "
-    "a capture: it is no steady one. Let the script make more steps, and go on to those "
-    "behind with --skip."
+    "The step that is predicted captured a CUDA graph, ran on a side stream as before a "
+    "capture, or is one of the first two of DistributedDataParallel(static_graph=True), "
+    "which has no buckets yet: it is no steady one. Let the script make more steps, and go "
+    "on to those behind with --skip."
 )
 
 

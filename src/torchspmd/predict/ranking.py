@@ -423,7 +423,9 @@ def _why(result: SearchResult, names: Sequence[str], most: int) -> Iterator[str]
         }
         worst = sorted(losses.items(), key=lambda pair: -pair[1])[:2]
         told = ", ".join(
-            f"{seconds_text(loss)} more {name}" for name, loss in worst if loss > 0
+            f"{seconds_text(loss)} more {name}"
+            for name, loss in worst
+            if loss > max(0.0, 0.01 * worst[0][1])
         )
         slower = best.rate / each.rate - 1 if each.rate else 0.0
         yield f"  {_label(each, names)}: {slower:.1%} slower; {told or 'a tie'}"

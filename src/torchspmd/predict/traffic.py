@@ -21,6 +21,8 @@ __all__ = [
     "tensor_bytes",
 ]
 
+_TORCHS = frozenset("aten prim prims fsdp inductor c10d _c10d_functional".split())
+
 _ITEM_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -102,13 +104,13 @@ _FUSED_WRITES = {
 
 
 def base_name(name: str) -> str:
-    """``aten.mm.default`` is ``mm``.
+    """``aten.mm.default`` is ``mm``; what other libraries call so may be anything.
 
-    >>> base_name("aten.mm.default"), base_name("mylib::op")
-    ('mm', 'mylib::op')
+    >>> base_name("aten.mm.default"), base_name("mylib.mm.default")
+    ('mm', '')
     """
-    parts = name.split(".")
-    return parts[1] if len(parts) > 1 else name
+    space, *rest = name.split(".")
+    return rest[0] if rest and space in _TORCHS else ""
 
 
 def tensor_bytes(spec: TensorSpec) -> int:
@@ -277,7 +279,7 @@ def op_flops(op: Op) -> float:
         cells, (each, *once) = recurrent
         return 2.0 * (cells * math.prod(each) + sum(map(math.prod, once)))
     base = base_name(op.name)
-    if "attention" in base or base.startswith("_flash_attn"):
+    if "attention" in base:
         return _attention_flops(op, backward="backward" in base)
     if base.startswith(("convolution", "cudnn_convolution")):
         return _convolution_flops(op, backward="backward" in base)
@@ -297,8 +299,9 @@ def _attention_flops(op: Op, *, backward: bool) -> float:
     batch, heads, rows, width = query.shape
     columns, value_width = key.shape[2], value.shape[3]
     flops = 2.0 * batch * heads * rows * columns * (width + value_width)
-    if _scalars(op).get("is_causal"):
-        flops /= 2
+    facts = _scalars(op)
+    part = facts.get("part_of_scores", 0.5 if facts.get("is_causal") else 1.0)
+    flops *= float(str(part))
     # Backward: scores again, and gradients of scores, values, queries and keys.
     return flops * 2.5 if backward else flops
 

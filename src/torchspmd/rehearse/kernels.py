@@ -16,23 +16,24 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchspmd import _torch
+from torchspmd.rehearse.recorder import Recorder
 from torchspmd.rehearse.recurrent import META_KERNELS, recurrent_kernels
 
 __all__ = ["cuda_autocast", "cuda_kernels"]
 
 _aten = torch.ops.aten
 
-# Of masks of flex_attention: scores in each dimension that are looked at, and the part of
-# them above which a kernel is priced as if all were computed.
+# Of masks of flex_attention: about how many rows of blocks are looked at, and the part of
+# scores up to which a kernel is as fast as a causal one.
 _SAMPLED, _MOSTLY = 24, 0.75
 
 
 @contextlib.contextmanager
-def cuda_kernels(note: Callable[[str], None]) -> Iterator[None]:
+def cuda_kernels(recorder: Recorder) -> Iterator[None]:
     """Choose among kernels as CUDA does.
 
     Args:
-        note: Told what is taken for something else.
+        recorder: Told what is taken for something else.
     """
     with contextlib.ExitStack() as stack:
         kernels = {
@@ -49,7 +50,7 @@ def cuda_kernels(note: Callable[[str], None]) -> Iterator[None]:
         _implement(stack, "AutogradCPU", kernels)
         _implement(stack, "Meta", META_KERNELS)
         stack.enter_context(cuda_autocast())
-        stack.enter_context(_torch.flex_attention_by(_flex_attention(note)))
+        stack.enter_context(_torch.flex_attention_by(_flex_attention(recorder)))
         # Weights of recurrent layers stay apart; as large as the buffer that CUDA has.
         stack.enter_context(
             mock.patch.object(torch.nn.RNNBase, "flatten_parameters", lambda self: None)
@@ -256,7 +257,7 @@ def _efficient(
     return result
 
 
-def _flex_attention(note: Callable[[str], None]) -> Callable[..., Any]:
+def _flex_attention(recorder: Recorder) -> Callable[..., Any]:
     """The kernel that torch generates, taken for FlashAttention 2: about as fast."""
 
     def kernel(
@@ -269,15 +270,20 @@ def _flex_attention(note: Callable[[str], None]) -> Callable[..., Any]:
         *others: Any,
         **named: Any,
     ) -> tuple[torch.Tensor, ...]:
-        kept = _part_kept(block_mask, query.size(2), key.size(2))
-        is_half = kept is None or kept <= _MOSTLY
-        what = "half of its scores" if is_half else "all of its scores"
-        seen = "could not be looked at" if kept is None else f"keeps {kept:.0%} of them"
-        note(
-            f"flex_attention is priced as a compiled FlashAttention 2, with {what}: its "
-            f"mask {seen}."
+        with recorder.unrecorded():
+            part = _part_computed(block_mask, query.size(2), key.size(2))
+        is_half = part is None or part <= _MOSTLY
+        if part is None:
+            part, why = 0.5, "its mask could not be looked at"
+        else:
+            if is_half:
+                part /= 1 + block_mask[-3] / query.size(2)
+            why = "those of the blocks that its mask keeps"
+        recorder.values.note(
+            f"flex_attention is priced as a compiled FlashAttention 2, with {part:.1%} of "
+            f"its scores: {why}."
         )
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), recorder.attending(part):
             result = _flash(query, key, value, 0.0, is_half, scale)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         return result, sums, sums
@@ -285,28 +291,40 @@ def _flex_attention(note: Callable[[str], None]) -> Callable[..., Any]:
     return kernel
 
 
-def _part_kept(block_mask: Sequence[Any], rows: int, columns: int) -> float | None:
-    """The part of the scores that a mask keeps, by some of them; None: it cannot be told.
-
-    A kernel is priced as a causal one where that is about half or less.
-    """
-    *_, mask_mod = block_mask
+def _part_computed(block_mask: Sequence[Any], rows: int, columns: int) -> float | None:
+    """The part of all scores that lies in blocks of a mask; None: it cannot be told."""
+    _, _, partly, places, fully, *_, height, width, mask_mod = block_mask
+    counts = [partly] if fully is None else [partly, fully]
+    known = [real for each in counts if (real := _known(each)) is not None]
+    if len(known) == len(counts):
+        blocks = partly.numel() * places.size(-1)
+        return min(1.0, sum(int(each.clamp_min(0).sum()) for each in known) / blocks)
+    # Three rows of some blocks, and three columns of each.
+    each = max(1, -(-rows // height) // _SAMPLED)
+    row = _within(torch.arange(each // 2 * height, rows, each * height), height, rows)
+    column = _within(torch.arange(0, columns, width), width, columns)
     one = torch.tensor(0)
-    places = [
-        (torch.tensor(row), torch.tensor(column))
-        for row in range(0, rows, max(1, rows // _SAMPLED))
-        for column in range(0, columns, max(1, columns // _SAMPLED))
-    ]
     try:
-        kept = [mask_mod(one, one, *place) for place in places]
+        kept = _known(mask_mod(one, one, row[:, None], column[None, :]))
     except (
         Exception
     ):  # whatever a function of the user's raises for tensors of the host
         return None
-    known = [_torch.known_tensor(x) if _torch.is_device_tensor(x) else x for x in kept]
-    if any(each is None for each in known):  # such as of numbers of documents
+    if kept is None:  # such as of numbers of documents
         return None
-    return sum(map(bool, known)) / len(places)
+    kept = kept.broadcast_to(len(row), len(column)).bool()
+    touched = kept.view(len(row) // 3, 3, len(column) // 3, 3).any(3).any(1)
+    return float(touched.float().mean())
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor | None:
+    return _torch.known_tensor(tensor) if _torch.is_device_tensor(tensor) else tensor
+
+
+def _within(starts: torch.Tensor, size: int, end: int) -> torch.Tensor:
+    """The first, a middle and the last place of blocks that begin there."""
+    parts = torch.tensor([0, size // 2, size - 1])
+    return (starts[:, None] + parts).clamp_max(end - 1).flatten()
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:

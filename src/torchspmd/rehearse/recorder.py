@@ -8,7 +8,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import takewhile
@@ -144,7 +144,10 @@ class Recorder:
         self._received: dict[int, int] = {}
         self._started: dict[int, int] = {}  # collective of a storage, by number
         self._fresh: set[int] = set()  # storages that backward may find alive
-        self._flash_only: set[int] = set()  # results of attention without cuDNN
+        # What attention's price depends on besides its arguments, by its result.
+        self._attention_facts: dict[int, tuple[tuple[str, object], ...]] = {}
+        self._part_of_scores: float | None = None
+        self._is_recording = True
         self._next_storage = self._next_op = 0
         self._topology = Topology()
         self._comm_streams: dict[str, int] = {}
@@ -198,7 +201,12 @@ class Recorder:
         """Run an operator and write it down."""
         self.calls.pause()
         try:
-            return self._operator(func, args, kwargs, run)
+            if self._is_recording:
+                return self._operator(func, args, kwargs, run)
+            facts = self._facts.get(func) or self._learn(func)
+            result = self._result(facts, func, args, kwargs, run)
+            self.values.after(func, facts.name, args, kwargs, result)
+            return result
         finally:
             self.calls.resume()
 
@@ -231,6 +239,7 @@ class Recorder:
         outputs = self._results(facts.name, result, number, site)
         if not any(spec.device == "cuda" for spec in (*inputs, *outputs)):
             del self._events[place:]
+            self.values.after(func, facts.name, args, kwargs, result)  # as of offloaded
             return result
         if facts.communicates is not None:
             arguments = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}
@@ -358,19 +367,44 @@ class Recorder:
             self._specs((result[place] for place in order), number, site)
         return self._specs((result,), number, site)
 
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Inside, operators are run for their values alone."""
+        before, self._is_recording = self._is_recording, False
+        try:
+            yield
+        finally:
+            self._is_recording = before
+
+    @contextmanager
+    def attending(self, part: float) -> Iterator[None]:
+        """Inside, attention computes a part of its scores."""
+        before, self._part_of_scores = self._part_of_scores, part
+        try:
+            yield
+        finally:
+            self._part_of_scores = before
+
     def _attention_choice(
         self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
     ) -> tuple[tuple[str, object], ...]:
-        """Whether the script rules cuDNN's attention out; backward does as forward did."""
+        """Whether the script rules cuDNN's attention out, and which part is computed.
+
+        Backward does as forward did.
+        """
         if not name.startswith("aten._scaled_dot_product_flash_attention"):
             return ()
+        known = self._attention_facts
         if "backward" in name:
-            is_flash = any(spec.storage in self._flash_only for spec in inputs)
-        else:
-            is_flash = not torch.backends.cuda.cudnn_sdp_enabled()
-            if is_flash:
-                self._flash_only.add(outputs[0].storage)
-        return (("cudnn", False),) if is_flash else ()
+            return next((known[x.storage] for x in inputs if x.storage in known), ())
+        facts: list[tuple[str, object]] = []
+        if not torch.backends.cuda.cudnn_sdp_enabled():
+            facts.append(("cudnn", False))
+        if self._part_of_scores is not None:
+            facts.append(("part_of_scores", self._part_of_scores))
+        if facts:
+            known[outputs[0].storage] = tuple(facts)
+        return tuple(facts)
 
     def _read_value(self, name: str, tensor: torch.Tensor) -> object:
         """The host waits for a value; the tensor has none."""
@@ -1116,13 +1150,16 @@ class Recorder:
     def end_step(self, *optimizers: Optimizer) -> None:
         """Optimizers have made a step: one that follows at once moves the mark."""
         self._thread = threading.get_ident()
-        if self._rounds.after(*optimizers) is Turn.WITHIN:
+        turn = self._rounds.after(*optimizers)
+        if turn is Turn.WITHIN:
             return
         if self._last_end is not None:
             self.recording.steps -= 1
             self._events[self._last_end] = EventRecord(-1, 0)  # means nothing
+        if turn is Turn.NEW:
+            self.recording.parts = self.recording.steps
         self._last_end = len(self._events)
-        if self.stream:
+        if self.stream or any(map(_torch.has_first_buckets, self._roots)):
             self.recording.unsteady = self.recording.steps
         self._events.append(Mark(MarkKind.STEP_END, self.recording.steps))
         self.recording.steps += 1

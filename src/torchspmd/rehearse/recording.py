@@ -396,8 +396,11 @@ class Recording:
         notes: What was assumed.
         skipped: What was not done.
         steps: Optimizer steps that the events have, finished ones.
-        unsteady: The last step, from 0, in which a CUDA graph was captured, or that ran on
-            a side stream as before a capture; -1: none.
+        parts: How many of them, at the beginning, were parts of the first round of several
+            optimizers, before its last one.
+        unsteady: The last step, from 0, in which a CUDA graph was captured, that ran on a
+            side stream as before a capture, or whose gradients had no buckets yet;
+            -1: none.
         modules: Modules that were called, by path, parents first.
         axes: Sizes of the axes of the script's meshes, by name.
         clears_first: Whether the script clears gradients before it computes them, and so
@@ -415,6 +418,7 @@ class Recording:
     notes: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     steps: int = 0
+    parts: int = 0
     unsteady: int = -1
     modules: dict[str, ModuleFacts] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)

@@ -72,7 +72,7 @@ def rehearsal(
         enter = stack.enter_context
         enter(fake_cuda(recorder, shown, gpu, memory))
         enter(cuda_graphs(recorder))
-        enter(cuda_kernels(values.note))
+        enter(cuda_kernels(recorder))
         enter(checkpoints_skipped(values))
         enter(signals_end(values))
         enter(compilation_by_operator(recorder, gpu.cost))

@@ -53,6 +53,7 @@ _COMBINE: dict[str, Callable[[Iterable[object]], bool]] = {
     **dict.fromkeys(("mul", "bitwise_and", "logical_and"), all),
     **dict.fromkeys(("bitwise_or", "logical_or"), any),
 }
+_TORCHS = frozenset({"aten", "prims"})
 _UNKNOWN = ("empty", "rand", "bernoulli", "multinomial", "geometric", "new_empty")
 
 
@@ -90,13 +91,15 @@ class Values:
         """Remember what an operator's result is, where that is certain."""
         if name in KEEPS_VALUES:
             return
-        base = name.split(".")[1]
+        space, base = name.split(".")[:2]
         results = result if isinstance(result, list | tuple) else (result,)
         if not all(isinstance(each, torch.Tensor) for each in results):
             return
         if not base.startswith(_UNKNOWN):
             if _torch.follow_operator(func, args, kwargs, results):
                 return
+        if space not in _TORCHS:  # whatever it is called, it may do something else
+            return
         if isinstance(result, torch.Tensor):
             _remember(base, args, result)
         assume(func, base, args, kwargs, result)

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torchspmd import _torch
+from torchspmd.rehearse.recording import Op
 
 
 def written_in_parts():
@@ -117,9 +119,23 @@ def test_what_torch_offloads_is_no_question(rehearse):
 
 def test_values_are_read_in_inference_mode(rehearse):
     with rehearse() as recording, torch.inference_mode():
-        assert torch.arange(3, device="cuda").tolist() == [1, 1, 1]
+        assert torch.arange(3, device="cuda").tolist() == [0, 1, 2]
         assert torch.rand(3, device="cuda").mean().item() == 1.0
-    assert len(recording.notes) == 2
+        mask = torch.ones(2, 9, dtype=torch.bool).cuda()
+        mask[:, 7:] = False  # padding, as a reference model is given
+        assert not mask.all() and mask[:, :7].all()
+    assert len(recording.notes) == 1
+
+
+def test_views_in_inference_mode_see_all_writes(rehearse):
+    with rehearse(), torch.inference_mode():
+        tokens = torch.empty(8, dtype=torch.int64, device="cuda")
+        prompt = tokens[:3]
+        prompt.copy_(torch.arange(3, device="cuda"))
+        prompt.add_(1)
+        assert prompt.tolist() == [1, 2, 3]
+        tokens.random_(9)
+        assert _torch.known_tensor(prompt) is None
 
 
 def test_views_in_inference_mode_of_what_was_made_outside(rehearse):
@@ -160,3 +176,45 @@ def test_data_that_is_replaced_brings_its_own_values(rehearse):
         assert tensor.tolist() in ([4, 4], [1, 1])  # known, or not; never as before
         tensor.data = torch.randn(2, device="cuda")
         assert _torch.known_tensor(tensor) is None
+
+
+def _inferred(x):
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device="cuda").tril()
+    heads = F.rms_norm(F.linear(x, x[0]), (8,))[:, None].expand(-1, 2, -1, -1)
+    result = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+    return F.log_softmax(result.float(), -1).to(torch.bfloat16).reshape(-1, 8) @ x[0]
+
+
+def test_inference_mode_runs_the_operators_of_no_grad(rehearse):
+    ran = []
+    for without_gradients in (torch.no_grad, torch.inference_mode):
+        with rehearse() as recording:
+            x = torch.randn(2, 8, 8, device="cuda", dtype=torch.bfloat16)
+            with without_gradients():
+                assert _inferred(x).is_inference() == (len(ran) == 1)
+        ran.append([e.name for e in recording.events if isinstance(e, Op)])
+    assert ran[0] == ran[1]
+    assert "aten._scaled_dot_product_cudnn_attention.default" in ran[1]
+
+
+def test_offloaded_gradients_are_healthy_too(rehearse):
+    with rehearse() as recording:
+        gradient = torch.randn(2048, 2048, device="cuda").cpu()
+        assert not torch.isnan(gradient).any()
+        assert torch.isfinite(gradient.norm())
+        assert torch.arange(4).sum() == 6  # is real
+    assert recording.notes == []
+
+
+def test_what_other_libraries_call_like_torch_has_no_known_values(rehearse):
+    library = torch.library.Library("known_values", "DEF")
+    library.define("zeros_like(Tensor x) -> Tensor")
+    library.impl("zeros_like", torch.empty_like, "Meta")
+    try:
+        with rehearse() as recording:
+            x = torch.randn(3, device="cuda")
+            made = torch.ops.known_values.zeros_like(x)
+            assert made.sum().item() == 1.0
+        assert "reads a value: 1.0 was given" in recording.notes[0]
+    finally:
+        _torch.remove_library(library)

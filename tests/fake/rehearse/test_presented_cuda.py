@@ -43,11 +43,12 @@ from torchspmd.predict.hardware import load_gpu
 from torchspmd.predict.memory import count_memory
 from torchspmd.predict.operators import Pricer
 from torchspmd.predict.program import price_events
-from torchspmd.predict.traffic import recurrent_products
+from torchspmd.predict.traffic import op_flops, recurrent_products
 from torchspmd.rehearse.recording import (
     Comm,
     EventRecord,
     EventWait,
+    MarkKind,
     Op,
     Phase,
     RecordStream,
@@ -56,6 +57,8 @@ from torchspmd.rehearse.recording import (
     Wait,
 )
 from torchspmd.rehearse.values import NoValueError
+from torchspmd.rehearse.window import StepWindow
+from torchspmd.rehearse.world import EndOfWindow
 from torchspmd.trace import CommDebugMode
 
 
@@ -1185,31 +1188,50 @@ def _same_document(
     return DOCUMENTS[0][q] == DOCUMENTS[0][k]
 
 
+def _window(
+    b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor:
+    return (q >= k) & (q - k < 128)
+
+
+# A window of 128 is in 2 blocks of a row. Causal attention counts half, as its price does;
+# a block of the diagonal more, 1 in 8 for 1024 rows, is in the price of every part.
 @pytest.mark.parametrize(
-    ("mask", "is_half", "seen"),
+    ("mask", "length", "part", "is_causal", "seen"),
     [
-        (lambda b, h, q, k: q >= k, True, "keeps 52% of them"),
-        (lambda b, h, q, k: q >= 0, False, "keeps 100% of them"),
-        (lambda b, h, q, k: (q - k).abs() < 200, True, "keeps 33% of them"),
-        (_same_document, True, "could not be looked at"),
+        (lambda b, h, q, k: q >= k, 1024, 0.5, True, "those of the blocks"),
+        (lambda b, h, q, k: q >= 0, 1024, 1.0, False, "those of the blocks"),
+        (_window, 1024, 15 / 64 * 8 / 9, True, "those of the blocks"),
+        (_window, 8192, 127 / 4096 * 64 / 65, True, "those of the blocks"),
+        (_same_document, 1024, 0.5, True, "its mask could not be looked at"),
     ],
 )
-def test_flex_attention_is_taken_for_flash_attention(rehearse, mask, is_half, seen):
+def test_flex_attention_computes_the_blocks_of_its_mask(
+    rehearse, mask, length, part, is_causal, seen
+):
     with rehearse() as recording:
-        q = torch.empty(2, 4, 1024, 64, device="cuda", dtype=torch.bfloat16)
+        q = torch.empty(2, 4, length, 64, device="cuda", dtype=torch.bfloat16)
         q.requires_grad_()
-        DOCUMENTS[:] = [torch.randint(4, (1024,), device="cuda")]
-        blocks = create_block_mask(mask, None, None, 1024, 1024, device="cuda")
+        DOCUMENTS[:] = [torch.randint(4, (length,), device="cuda")]
+        blocks = create_block_mask(mask, None, None, length, length, device="cuda")
+        count = len(operators_of(recording))
         result = torch.compile(flex_attention)(q, q, q, block_mask=blocks)
+        assert len(operators_of(recording)) - count < 10  # the mask is looked at unseen
         result.sum().backward()
         assert q.grad.shape == q.shape
-    told = "half" if is_half else "all"
-    text = "flex_attention is priced as a compiled FlashAttention 2, with"
-    assert f"{text} {told} of its scores: its mask {seen}." in recording.notes
-    name = "aten._scaled_dot_product_flash_attention.default"
-    [op] = [op for op in operators_of(recording) if op.name == name]
-    facts = dict(op.scalars)
-    assert (facts.get("is_causal", False), facts["cudnn"]) == (is_half, False)
+    text = (
+        f"flex_attention is priced as a compiled FlashAttention 2, with {part:.1%} of"
+    )
+    assert any(x.startswith(f"{text} its scores: {seen}") for x in recording.notes)
+    name = "aten._scaled_dot_product_flash_attention"
+    for op in operators_of(recording):
+        if op.name.startswith(name):
+            facts = dict(op.scalars)
+            assert facts["part_of_scores"] == pytest.approx(part, rel=0.02)
+            assert (facts.get("is_causal", False), facts["cudnn"]) == (is_causal, False)
+            times = 2.5 if "backward" in op.name else 1
+            flops = times * 4 * 8 * length**2 * 64 * part
+            assert op_flops(op) == pytest.approx(flops, rel=0.02)
 
 
 def test_recurrent_layers_on_the_cpu_stay_as_they_are(rehearse):
@@ -1611,3 +1633,28 @@ def test_errors_of_threads_are_the_scripts_own(rehearse):
     with rehearse(), ThreadPoolExecutor(1) as pool:
         with pytest.raises(ZeroDivisionError):
             pool.submit(lambda: 1 / 0).result()
+
+
+@pytest.mark.parametrize(("is_static", "steps"), [(True, 3), (False, 2)])
+def test_a_static_graph_is_steady_with_its_buckets(rehearse, is_static, steps):
+    with rehearse(2) as recording, pytest.raises(EndOfWindow):
+        dist.init_process_group("nccl")
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).cuda()
+        model = DistributedDataParallel(
+            model, static_graph=is_static, bucket_cap_mb=0.5
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ledger = CommDebugMode()
+        with StepWindow(ledger, skip=1, steps=1, rehearsed=recording):
+            for _ in range(5):
+                model(torch.ones(2, 256, device="cuda")).sum().backward()
+                optimizer.step()
+    assert recording.steps == steps
+    [*_, end, last] = [
+        place
+        for place, event in enumerate(recording.events)
+        if getattr(event, "kind", None) is MarkKind.STEP_END
+    ]
+    sent = [e for e in recording.events[end:last] if isinstance(e, Comm)]
+    assert len(sent) > 3
+    assert not recording.warms_up

@@ -99,7 +99,7 @@ def test_the_fastest_that_fits_is_best_and_the_front_trades_time_for_memory():
     outcomes = [
         outcome(1, 0.5, 10 << 30, fits="no"),
         outcome(2, 1.0, 70 << 30, compute_seconds=0.9, exposed_seconds=0.1),
-        outcome(4, 1.2, 40 << 30, compute_seconds=0.9, exposed_seconds=0.3),
+        outcome(4, 1.2, 40 << 30, compute_seconds=0.901, exposed_seconds=0.3),
         outcome(8, 1.5, 60 << 30, compute_seconds=1.4, host_seconds=0.1),
         Outcome(Candidate({"tp": 3}, ()), problem="RuntimeError: 3 is odd"),
     ]
@@ -108,7 +108,7 @@ def test_the_fastest_that_fits_is_best_and_the_front_trades_time_for_memory():
     assert result.pareto == [outcomes[1], outcomes[2]]
     text = describe_search(result)
     assert "Best: tp=2" in text
-    assert "tp=4: 20.0% slower; 200.00 ms more exposed communication" in text
+    assert "tp=4: 20.0% slower; 200.00 ms more exposed communication\n" in text
     assert "1 does not fit" in text
     assert "tp=3: RuntimeError: 3 is odd" in text
     data = result.as_json()

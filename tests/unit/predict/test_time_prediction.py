@@ -1,6 +1,7 @@
 """Predicted steps of hand-made recordings: what they are made of, told and suggested."""
 
 import math
+from functools import partial
 
 import pytest
 
@@ -320,6 +321,48 @@ def test_a_file_without_a_power_limit_is_told():
         assert any(text in note for note in notes) == is_told
 
 
+def _told_as_unlike(recording):
+    notes = predict_time(recording, H100).notes()
+    return [note for note in notes if note.startswith("The steps that were rehearsed")]
+
+
+def test_a_step_that_is_not_like_those_before_it_is_a_note():
+    script = Script()
+    for products in (3, 1):  # as a rollout before the first of two updates
+        script.begin()
+        for _ in range(products):
+            script.product(8192)
+        script.end()
+    [note] = _told_as_unlike(script.recording)
+    assert "products of 3.3 TFLOP before the step that is told, which has 1.1." in note
+
+
+def test_optimizers_that_take_turns_make_steps_that_are_alike():
+    script = Script()
+    for products in (1, 2, 3):  # of the critic, the actor, and both
+        script.begin()
+        for _ in range(products):
+            script.product(8192)
+        script.end()
+    script.recording.parts = 1
+    assert _told_as_unlike(script.recording) == []
+    assert _told_as_unlike(two_steps(training)) == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "is_told"),
+    [(8, "", True), (8, "barrier", True), (8, "all_reduce", False), (1, "", False)],
+)
+def test_ranks_that_send_each_other_nothing_are_a_note(world_size, kind, is_told):
+    def body(script):
+        script.product(1024)
+        if kind:
+            script.comm(kind, 0 if kind == "barrier" else 4)
+
+    notes = predict_time(two_steps(body, world_size=world_size), H100).notes()
+    assert any("send each other nothing" in note for note in notes) == is_told
+
+
 def test_unknown_operators_are_listed():
     def body(script):
         x = tensor(1 << 20)
@@ -327,6 +370,24 @@ def test_unknown_operators_are_listed():
 
     notes = predict_time(two_steps(body), H100).notes()
     assert any("mylib.surprise.default (1)" in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["mm", "silu", "scaled_attention", "convolution"])
+def test_what_other_libraries_call_like_torch_is_not_taken_for_it(name):
+    """Such as a product that transposes its second matrix; no compiler fuses it."""
+
+    def body(script, region):
+        left, right = tensor(8192, 1024), tensor(4096, 1024, storage=2)
+        script.op("aten.relu.default", (left,), (left,), region=region)
+        result = tensor(8192, 4096, storage=3)
+        script.op(f"mylib.{name}.default", (left, right), (result,), region=region)
+        script.op("aten.relu.default", (result,), (result,), region=region)
+
+    for region in (None, 1):
+        prediction = predict_time(two_steps(partial(body, region=region)), H100)
+        [note] = [note for note in prediction.notes() if f"mylib.{name}" in note]
+        assert note.startswith("Operators of other libraries are priced by their bytes")
+        assert not prediction.model_flops
 
 
 def test_operators_of_a_compiled_region_are_one_kernel():
