@@ -60,6 +60,7 @@ TABLES = {
     "h200_drawn_9": Table("drawn by seed 9", "h200_drawn_9_predicted"),
     "h200_drawn_10": Table("drawn by seed 10", "h200_drawn_10_predicted"),
     "h200_drawn_11": Table("drawn by seed 11", "h200_drawn_11_predicted"),
+    "h200_drawn_12": Table("drawn by seed 12", "h200_drawn_12_predicted"),
     "h200_jobs": Table("jobs, first and second set"),
     "h200_jobs_third": Table("jobs, third set", "h200_jobs_predicted"),
     "h200_jobs_fourth": Table("jobs, fourth set", "h200_jobs_fourth_predicted"),

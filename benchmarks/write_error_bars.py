@@ -33,7 +33,7 @@ from torchspmd.predict.prediction import NEAR_HOST
 
 BARS = Path(__file__).parent.parent / "src/torchspmd/predict/validation.toml"
 GPU = "h200"
-_SEEDS = (8, 9, 10, 11)
+_SEEDS = (8, 9, 10, 11, 12)
 _LATER_SETS = ("third", "fourth", "fifth", "sixth", "seventh")
 
 
