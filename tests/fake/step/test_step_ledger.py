@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.experimental import register_sharding
 from training import train
 
 from torchspmd import CommDebugMode
@@ -128,6 +129,32 @@ def test_an_operator_without_a_rule():
     assert "torchspmd_step_test.odd" in text
     assert "return odd(model(batch).detach())" in text
     assert "register_sharding" in text and "DataParallel('replicate'" in text
+
+
+@torch.library.custom_op("torchspmd_step_test::odder", mutates_args=())
+def odder(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+odder.register_fake(torch.empty_like)
+
+
+def test_an_operator_whose_rule_fails():
+    @register_sharding(torch.ops.torchspmd_step_test.odder.default)
+    def rule(x):
+        raise RuntimeError("it cannot be sharded so")
+
+    def oddly(model, optim, batch):
+        return odder(model(batch).detach())
+
+    with fake_mesh(4, ("dp",)), pytest.raises(CaptureError) as caught:
+        run(function=oddly)
+    text = str(caught.value)
+    assert (
+        "the sharding rule of an operator does not take what it gets here (RuntimeError: "
+        "it cannot be sharded so)"
+    ) in text
+    assert "DataParallel('replicate'" in text
 
 
 def test_a_model_with_layouts_needs_a_choice():

@@ -159,15 +159,19 @@ _SPARSE_FIX = (
 
 _NO_INPUT = "Please convert all Tensors to FakeTensors first"
 _NO_RULE = "sharding strategy"
+_RULE_FIX = (
+    "The default mode gives one device's result, so every operator must say how it "
+    "works on a sharded batch.\nGive the operator a rule with "
+    "torch.distributed.tensor.experimental.register_sharding, or compute on each "
+    "rank's own batch with parallel_mode=DataParallel('replicate', reduce='avg')."
+)
 # What torch says, what that means here, and the fix.
 _BY_TEXT = (
+    (_NO_RULE, "an operator has no sharding rule ({error})", _RULE_FIX),
     (
-        _NO_RULE,
-        "an operator has no sharding rule ({error})",
-        "The default mode gives one device's result, so every operator must say how it "
-        "works on a sharded batch.\nGive the operator a rule with "
-        "torch.distributed.tensor.experimental.register_sharding, or compute on each "
-        "rank's own batch with parallel_mode=DataParallel('replicate', reduce='avg').",
+        "Sharding propagation failed",
+        "the sharding rule of an operator does not take what it gets here ({error})",
+        _RULE_FIX,
     ),
     (
         _NO_INPUT,
