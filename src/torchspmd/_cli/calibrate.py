@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,15 @@ from torchspmd.predict.calibration import (
     with_other_cases,
 )
 from torchspmd.predict.calibration.nccl_tests import read_nccl_tests
-from torchspmd.predict.hardware import Hardware, hardware_text, known_gpu, load_gpu
+from torchspmd.predict.hardware import (
+    Figure,
+    Hardware,
+    hardware_text,
+    known_gpu,
+    load_gpu,
+)
+
+_STEADY = 1.1  # rounds of one host differ by less
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,8 +72,23 @@ def run(options: argparse.Namespace) -> int:
     print(f"{title}: {measured.cases} cases measured, written to {options.out}.")
     if factor is not None:
         print(f"  The host takes {factor:.2f} times as long as that of {base.name}.")
+        print(*_drift(measured.rounds, base.figures), sep="", end="")
     else:
         print("  Too few times of the host are known of this GPU: each is as measured.")
     for note in measured.notes:
         print(f"  {note}")
     return 1 if any("not measured:" in note for note in measured.notes) else 0
+
+
+def _drift(
+    rounds: Sequence[Mapping[str, Figure]], known: Mapping[str, Figure]
+) -> Iterator[str]:
+    """What to know of a host whose speed changed while it was measured."""
+    told = [factor for each in rounds if (factor := host_in_proportion(each, known)[1])]
+    if told and max(told) > _STEADY * min(told):
+        factors = ", ".join(f"{factor:.2f}" for factor in told)
+        yield (
+            f"  Its speed changed meanwhile: {factors} times in {len(told)} rounds. Others "
+            f"use the machine, or it\n  has just started. Calibrate again, or take the "
+            f"package's file where steps are closer to that.\n"
+        )

@@ -281,6 +281,7 @@ def test_what_the_user_holds_afterwards():
     assert isinstance(optim.state[model.scale]["exp_avg"], DTensor)
 
 
+@NEEDS_FILLED_SHARDS
 def test_shards_in_shared_memory_are_trained_there():
     def trained(shares):
         torch.manual_seed(0)

@@ -142,8 +142,10 @@ def test_figures_of_the_host_are_the_middle_of_several_rounds(monkeypatch):
     monkeypatch.setattr(run, "_SECTIONS", [("host", host)])
     grid = ("nothing", 1.0, lambda meter, limits: iter(()))
     monkeypatch.setattr(run, "_GRIDS", [grid, grid])
-    figures = calibrate(torch.device("cpu"), seconds=1).figures
-    assert figures["host_forward.add"].value == 2e-6
+    result = calibrate(torch.device("cpu"), seconds=1)
+    assert result.figures["host_forward.add"].value == 2e-6
+    rounds = [each["host_forward.add"].value for each in result.rounds]
+    assert rounds == [1e-6, 9e-6, 2e-6]
 
 
 def test_cases_that_were_left_out_are_those_of_the_same_gpu():
@@ -201,6 +203,11 @@ def test_without_a_gpu_the_command_says_what_to_do(capsys, monkeypatch, tmp_path
     ("title", "said"),
     (
         ("NVIDIA H200", "The host takes 2.00 times as long as that of h200."),
+        (
+            "NVIDIA H200",
+            "  Its speed changed meanwhile: 2.60, 2.00 times in 2 rounds. Others use the "
+            "machine, or it\n  has just started.",
+        ),
         ("NVIDIA Z1", "Too few times of the host are known of this GPU: each is as"),
     ),
 )
@@ -211,7 +218,11 @@ def test_how_fast_the_host_is_is_said(capsys, monkeypatch, tmp_path, title, said
         if key.startswith("host_forward.")
     }
     command = "torchspmd._cli.calibrate.calibrate"
-    monkeypatch.setattr(command, lambda *_, **__: Calibration(slow))
+    first = {
+        key: figure._replace(value=1.3 * figure.value) for key, figure in slow.items()
+    }
+    measured = Calibration(slow, rounds=[first, slow] if "changed" in said else [slow])
+    monkeypatch.setattr(command, lambda *_, **__: measured)
     answers = {
         "is_available": True,
         "current_device": 0,
@@ -222,7 +233,9 @@ def test_how_fast_the_host_is_is_said(capsys, monkeypatch, tmp_path, title, said
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     assert main(["calibrate", "--out", str(tmp_path / "x.toml")]) == 0
-    assert said in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert said in text
+    assert ("changed" in text) == ("changed" in said)
 
 
 def test_all_that_is_wrong_with_the_options_is_said_at_once(capsys, tmp_path):

@@ -59,11 +59,13 @@ class Calibration:
 
     Attributes:
         figures: By ``table.key``, as in a hardware file.
+        rounds: The host's figures of each round; ``figures`` has their medians.
         notes: What was left out, and why.
         cases: How many were measured.
     """
 
     figures: dict[str, Figure] = field(default_factory=dict)
+    rounds: list[dict[str, Figure]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     cases: int = 0
 
@@ -116,6 +118,17 @@ def calibrate(
         result.figures[key] = Figure(value, source)
     for key, several in numbers.items():
         result.figures[key] = Figure(statistics.median(several), source)
+    # Each round has the host's sections once; what is measured once is in none.
+    count = 1 + len(_GRIDS)
+    repeated = {
+        key: several
+        for key, several in numbers.items()
+        if _is_of_host(key) and len(several) == count
+    }
+    result.rounds = [
+        {key: Figure(several[place], source) for key, several in repeated.items()}
+        for place in range(count)
+    ]
     return result
 
 
@@ -148,7 +161,7 @@ def host_in_proportion(
     hosts = {
         key: (figure.value, figure.source)
         for key, figure in known.items()
-        if key.startswith(_HOST_TABLES) and key not in _OF_DEVICE
+        if _is_of_host(key)
         if isinstance(figure.value, int | float) and figure.value > 0
     }
     ratios = [
@@ -166,6 +179,10 @@ def host_in_proportion(
     # How much slower kinds in turn are is no question of how fast a host is.
     slower |= {key: known[key] for key in _HOST_RATIOS if key in known}
     return {**measured, **slower}, factor
+
+
+def _is_of_host(key: str) -> bool:
+    return key.startswith(_HOST_TABLES) and key not in _OF_DEVICE
 
 
 def _measure(

@@ -169,11 +169,6 @@ _RULE_FIX = (
 _BY_TEXT = (
     (_NO_RULE, "an operator has no sharding rule ({error})", _RULE_FIX),
     (
-        "Sharding propagation failed",
-        "the sharding rule of an operator does not take what it gets here ({error})",
-        _RULE_FIX,
-    ),
-    (
         _NO_INPUT,
         "the step uses a tensor that is in no argument",
         "Inputs of the graph are tensors of the step's arguments, of their modules and "
@@ -225,6 +220,12 @@ _BY_TEXT = (
     ),
     ("SparseTensorImpl", "an operator makes a sparse gradient", _SPARSE_FIX),
     ("by strided tensors", "an operator makes a sparse gradient", _SPARSE_FIX),
+    # Torch says it of every error in a rule: last.
+    (
+        "Sharding propagation failed",
+        "the sharding rule of an operator does not take what it gets here ({error})",
+        _RULE_FIX,
+    ),
 )
 
 
