@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from _drawn_rows import drawn_rows
@@ -44,12 +45,17 @@ def on_cores(count: int) -> Iterator[None]:
     """All threads of this process on the first cores; backward has one of its own."""
     before = os.sched_getaffinity(0)
     tasks = [int(name) for name in os.listdir("/proc/self/task")]  # noqa: PTH208
-    for cores in (sorted(before)[:count], before):
+
+    def put(cores: set[int]) -> None:
         for task in tasks:
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.sched_setaffinity(task, cores)
-        if cores is not before:
-            yield
+
+    put(set(sorted(before)[:count]))
+    try:
+        yield
+    finally:
+        put(before)
 
 
 @contextlib.contextmanager
@@ -71,8 +77,8 @@ WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 
 def step_of(row: Row, device: torch.device) -> Callable[[], None]:
     """The step of ``training/train.py`` with these arguments."""
-    sys.argv = ["train.py", *row.arguments.split()]
-    options = train.arguments()
+    with mock.patch.object(sys, "argv", ["train.py", *row.arguments.split()]):
+        options = train.arguments()
     torch.manual_seed(0)
     model = train.build(options, device)
     optim = train.build_optimizer(options.optimizer, model)

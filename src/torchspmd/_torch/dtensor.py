@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # it takes longer to import than the rest of torchspmd
 _functional_ops = torch.ops._c10d_functional
 
 
-# In-place operators on lists: what they write into partial values is lost, and not refused.
+# Before torch 2.13, what in-place operators on lists write into partial values is lost, and
+# not refused.
 LOSES_WRITES_OF_LISTS = torch.__version__ < "2.13"
 
 
