@@ -194,8 +194,8 @@ class TimePrediction:
             ),
             (
                 sorted(foreign),
-                "Operators of other libraries are priced by their bytes alone, whatever "
-                "they compute, and the FLOPs of the model are without theirs",
+                "Operators on sparse tensors, or of other libraries, are priced by their "
+                "bytes alone, and the FLOPs of the model are without theirs",
             ),
         ):
             if names:

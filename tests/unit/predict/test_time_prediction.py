@@ -386,7 +386,9 @@ def test_what_other_libraries_call_like_torch_is_not_taken_for_it(name):
     for region in (None, 1):
         prediction = predict_time(two_steps(partial(body, region=region)), H100)
         [note] = [note for note in prediction.notes() if f"mylib.{name}" in note]
-        assert note.startswith("Operators of other libraries are priced by their bytes")
+        assert note.startswith(
+            "Operators on sparse tensors, or of other libraries, are priced"
+        )
         assert not prediction.model_flops
 
 
